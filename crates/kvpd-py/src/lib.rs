@@ -1,0 +1,32 @@
+//! `kvpd._kvpd`: the core, exposed to Python. Parsing of arguments and errors live here, decisions do not.
+
+mod arguments;
+mod engine;
+mod errors;
+mod format;
+mod plan;
+mod region;
+mod runs;
+mod verdict;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _kvpd {
+    #[pymodule_export]
+    use crate::engine::{EngineDescription, EngineFacts};
+    #[pymodule_export]
+    use crate::format::{Component, PageFormat, PlaneSpan};
+    #[pymodule_export]
+    use crate::plan::{TransferPlan, slab_bytes, slab_regions};
+    #[pymodule_export]
+    use crate::region::{Region, cache_regions};
+    #[pymodule_export]
+    use crate::runs::{Run, Runs, runs, staged_ids};
+    #[pymodule_export]
+    use crate::verdict::{Reason, Verdict, negotiate};
+
+    #[expect(non_upper_case_globals, reason = "the name Python expects")]
+    #[pymodule_export]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

@@ -1,0 +1,100 @@
+//! Descriptor ids and run detection, with numpy's broadcast add as the reference in the same run.
+//!
+//! `cargo bench` prints nanoseconds per id for each size (regions x blocks); the reference needs a
+//! Python with numpy (`KVPD_PYTHON`, else the project's `.venv`, else `python3`).
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs)]
+
+use std::hint::black_box;
+use std::path::Path;
+use std::process::Command;
+
+use criterion::{BenchmarkId, Criterion, Throughput};
+use kvpd::region::{CacheMemory, Strided, Tag};
+use kvpd::{
+    Address, ElementType, Interior, Memory, PageFormat, Region, Runs, TransferPlan, family::Shape,
+};
+
+/// (regions, blocks) of one request.
+const SIZES: [(usize, usize); 3] = [(36, 256), (72, 1024), (160, 8192)];
+
+fn regions(count: usize, blocks: u64) -> Vec<Region> {
+    let shape = Shape::new(8, 16, 128, ElementType::BFloat16).unwrap();
+    let format = PageFormat::standard(shape, Interior::Hnc).unwrap();
+    let names: Vec<String> = (0..count).map(|layer| layer.to_string()).collect();
+    let (address, memory, device) = (Address(1 << 40), Memory::Vram, 0);
+    let cache = CacheMemory { address, num_blocks: blocks, memory, device };
+    let regions = kvpd::cache_regions(&format, kvpd::Layout::Lbhnc, &names, cache).unwrap();
+    // Block strides above the page keep the bench honest: nothing may depend on dense rows.
+    let spread = |region: &Region, index: u64| {
+        let strided = Strided {
+            address: Address(region.address().get() + index * blocks * 4096),
+            num_blocks: blocks,
+            block_bytes: region.block_bytes(),
+            block_stride_bytes: region.block_stride_bytes() + 4096,
+            extent_bytes: None,
+            memory,
+            device,
+        };
+        let tag = Tag { format: format.clone(), spans: format.whole_planes() };
+        Region::new(strided, Some(tag), region.layers().to_vec()).unwrap()
+    };
+    regions.iter().zip(0..).map(|(region, index)| spread(region, index)).collect()
+}
+
+/// Distinct ids in a scrambled order: a multiplier coprime with the number of blocks.
+fn scrambled(blocks: usize, total: u64, step: u64) -> Vec<i32> {
+    (0..u64::try_from(blocks).unwrap())
+        .map(|index| i32::try_from(index * step % total).unwrap())
+        .collect()
+}
+
+fn main() {
+    let mut criterion = Criterion::default().configure_from_args();
+    let mut group = criterion.benchmark_group("plan");
+    for (num_regions, num_blocks) in SIZES {
+        let total = 4 * u64::try_from(num_blocks).unwrap();
+        let regions = regions(num_regions, total);
+        let plan = TransferPlan::new(&regions, &regions).unwrap();
+        let local = scrambled(num_blocks, total, 2_654_435_761);
+        let remote = scrambled(num_blocks, total, 40_503);
+        let runs = Runs::pair(&local, &remote).unwrap();
+        let size = format!("{num_regions}x{num_blocks}");
+
+        // Ids of both sides.
+        let num_ids = u64::try_from(2 * num_regions * num_blocks).unwrap();
+        group.throughput(Throughput::Elements(num_ids));
+        group.bench_function(BenchmarkId::new("descriptor_ids", &size), |bencher| {
+            bencher.iter(|| black_box(plan.descriptor_ids(black_box(&runs)).unwrap()));
+        });
+        group.throughput(Throughput::Elements(u64::try_from(num_blocks).unwrap()));
+        for (pattern, local, remote) in [
+            ("random", &local, &remote),
+            ("reversed", &(0..i32::try_from(num_blocks).unwrap()).rev().collect(), &remote),
+        ] {
+            let name = format!("runs_{pattern}");
+            group.bench_function(BenchmarkId::new(name, &size), |bencher| {
+                bencher
+                    .iter(|| black_box(Runs::pair(black_box(local), black_box(remote)).unwrap()));
+            });
+        }
+    }
+    group.finish();
+    numpy_reference();
+}
+
+/// The broadcast add that stock connectors use, timed by numpy itself.
+fn numpy_reference() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let venv = here.join("../../.venv/bin/python");
+    let python = std::env::var("KVPD_PYTHON").ok();
+    let python = python.unwrap_or_else(|| {
+        if venv.exists() { venv.display().to_string() } else { "python3".to_owned() }
+    });
+    let sizes = SIZES.map(|(regions, blocks)| format!("{regions}x{blocks}"));
+    let script = here.join("benches/numpy_reference.py");
+    match Command::new(&python).arg(script).args(&sizes).status() {
+        Ok(status) if status.success() => {}
+        outcome => println!("no numpy reference: {python} gave {outcome:?}"),
+    }
+}

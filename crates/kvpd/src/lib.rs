@@ -1,0 +1,38 @@
+//! kvpd's core: what a KV page looks like inside, where pages lie in memory, whether two engines fit,
+//! and which descriptors move the bytes.
+//!
+//! The data flow is the module order: [`format`] (the interior of a page) and [`layout`] (the order of
+//! a cache in memory) make [`region`]s; regions and facts make an [`engine`] description; two
+//! descriptions make a [`verdict`]; block ids make [`runs`]; runs and regions make a [`plan`].
+//!
+//! Numbers come from peers and are hostile. Everything is checked at construction with checked
+//! arithmetic; a value that exists is valid, and look-ups on it do not fail. Nothing here panics, does
+//! I/O, logs, or knows of Python.
+
+pub mod component;
+pub mod element;
+pub mod engine;
+pub mod error;
+pub mod family;
+pub mod format;
+pub mod layout;
+pub mod plan;
+pub mod reason;
+pub mod region;
+pub mod runs;
+pub mod units;
+pub mod verdict;
+
+pub use component::{Component, Tiling};
+pub use element::ElementType;
+pub use engine::{EngineDescription, EngineFacts};
+pub use error::{DescriptionError, Explain, FormatError, PlanError, RegionError};
+pub use family::{Interior, ShuffledV};
+pub use format::{PageFormat, PlaneSpan};
+pub use layout::Layout;
+pub use plan::{TransferPlan, slab_bytes, slab_regions};
+pub use reason::{Code, Reason};
+pub use region::{Memory, Region, cache_regions};
+pub use runs::{Run, Runs};
+pub use units::{Address, BlockId, Bytes};
+pub use verdict::{Outcome, Policy, Verdict, negotiate, negotiate_formats};

@@ -1,0 +1,350 @@
+//! Runs and plans, executed on simulated memory: every byte lands once, where it belongs.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use crate::support::{cache, shuffle, standard};
+use kvpd::plan::Row;
+use kvpd::region::{Strided, Tag};
+use kvpd::{
+    Address, Layout, Memory, PageFormat, PlanError, PlaneSpan, Region, Run, Runs, TransferPlan,
+};
+use proptest::prelude::*;
+
+/// (address, bytes) of each descriptor, in order, from rows and ids as NIXL understands them.
+fn descriptors(rows: &[Row], ids: &[i32]) -> Vec<(u64, u64)> {
+    let mut table = Vec::new();
+    for row in rows {
+        for block in 0..row.num_blocks {
+            table.push((row.address + block * row.stride_bytes, row.num_bytes));
+        }
+    }
+    ids.iter().map(|&id| table[usize::try_from(id).unwrap()]).collect()
+}
+
+/// NIXL's rule: neighbours in the list become one where ids follow each other on both sides and both rows are dense.
+fn merge(plan: &TransferPlan, local: &[i32], remote: &[i32]) -> Vec<(u64, u64, u64)> {
+    let row_of = |rows: &[Row], id: i32| {
+        let mut base = 0;
+        for (number, row) in rows.iter().enumerate() {
+            base += row.num_blocks;
+            if u64::try_from(id).unwrap() < base {
+                return (number, row.is_dense());
+            }
+        }
+        unreachable!()
+    };
+    let from = descriptors(plan.remote_rows(), remote);
+    let to = descriptors(plan.local_rows(), local);
+    let mut merged: Vec<(u64, u64, u64)> = Vec::new();
+    for at in 0..local.len() {
+        let ours = row_of(plan.local_rows(), local[at]);
+        let theirs = row_of(plan.remote_rows(), remote[at]);
+        let follows = at > 0
+            && local[at] == local[at - 1] + 1
+            && remote[at] == remote[at - 1] + 1
+            && row_of(plan.local_rows(), local[at - 1]) == ours
+            && row_of(plan.remote_rows(), remote[at - 1]) == theirs;
+        match merged.last_mut() {
+            Some(last) if follows && ours.1 && theirs.1 => last.2 += to[at].1,
+            _ => merged.push((to[at].0, from[at].0, to[at].1)),
+        }
+    }
+    merged
+}
+
+/// What each byte of a transfer is read from, by where it lands.
+fn moved(parts: &[(u64, u64, u64)]) -> Result<BTreeMap<u64, u64>, u64> {
+    let mut bytes = BTreeMap::new();
+    for &(to, from, len) in parts {
+        for byte in 0..len {
+            if bytes.insert(to + byte, from + byte).is_some() {
+                return Err(to + byte);
+            }
+        }
+    }
+    Ok(bytes)
+}
+
+/// Address of every byte of a page, in page order.
+fn page_addresses(regions: &[Region], layer: &str, block: u64) -> Vec<u64> {
+    let mut found = BTreeMap::new();
+    for region in regions.iter().filter(|region| region.layers() == [layer]) {
+        let tag = region.tag().unwrap();
+        let mut at = region.block_address(block).unwrap().get();
+        for span in &tag.spans {
+            let start = tag.format.plane_start(span.plane).unwrap() + span.start_bytes;
+            for byte in 0..span.num_bytes {
+                found.insert(start + byte, at);
+                at += 1;
+            }
+        }
+    }
+    found.into_values().collect()
+}
+
+/// A page cut into regions at random places, with gaps between blocks, regions in any order.
+fn random_cache(format: PageFormat) -> impl Strategy<Value = Vec<Region>> {
+    let cuts = prop::collection::vec((0_u32..2, 1_u64..1024), 0..4);
+    (cuts, prop::collection::vec(0_u64..3, 12), any::<bool>()).prop_map(
+        move |(cuts, gaps, turn)| {
+            let mut regions = Vec::new();
+            let mut address = 4096;
+            for (number, layer) in ["a", "b"].into_iter().enumerate() {
+                let mut spans = Vec::new();
+                for (plane, &bytes) in (0..).zip(format.plane_bytes()) {
+                    let mut at: Vec<u64> =
+                        cuts.iter().filter(|cut| cut.0 == plane).map(|cut| cut.1 % bytes).collect();
+                    at.extend([0, bytes]);
+                    at.sort_unstable();
+                    at.dedup();
+                    for pair in at.windows(2) {
+                        let (start_bytes, num_bytes) = (pair[0], pair[1] - pair[0]);
+                        spans.push(PlaneSpan { plane, start_bytes, num_bytes });
+                    }
+                }
+                if turn {
+                    spans.reverse();
+                }
+                // Two spans to a region, where there are enough.
+                for (index, spans) in spans.chunks(2).enumerate() {
+                    let block_bytes: u64 = spans.iter().map(|span| span.num_bytes).sum();
+                    let stride = block_bytes + 16 * gaps[(index + number) % gaps.len()];
+                    let strided = Strided {
+                        address: Address(address),
+                        num_blocks: 6,
+                        block_bytes,
+                        block_stride_bytes: stride,
+                        extent_bytes: None,
+                        memory: Memory::Dram,
+                        device: 0,
+                    };
+                    address += 6 * stride;
+                    let tag = Tag { format: format.clone(), spans: spans.to_vec() };
+                    regions.push(Region::new(strided, Some(tag), vec![layer.into()]).unwrap());
+                }
+            }
+            regions
+        },
+    )
+}
+
+fn some_blocks() -> impl Strategy<Value = Vec<i64>> {
+    Just((0_i64..6).collect::<Vec<_>>()).prop_shuffle()
+}
+
+proptest! {
+    #[test]
+    fn a_plan_tiles_the_destination_exactly_once(
+        target in random_cache(shuffle(1, 16, 16)),
+        source in random_cache(standard(1, 16, 16)),
+        local in some_blocks(),
+        remote in some_blocks(),
+        count in 0_usize..6,
+    ) {
+        let plan = TransferPlan::new(&target, &source).unwrap();
+        let runs = Runs::pair(&local[..count], &remote[..count]).unwrap();
+        let (local_ids, remote_ids) = plan.descriptor_ids(&runs).unwrap();
+        let to = descriptors(plan.local_rows(), &local_ids);
+        let from = descriptors(plan.remote_rows(), &remote_ids);
+        let parts: Vec<_> = to.iter().zip(&from).map(|(to, from)| {
+            assert_eq!(to.1, from.1);
+            (to.0, from.0, to.1)
+        }).collect();
+        let moved = moved(&parts).expect("a byte was written twice");
+
+        let mut expected = BTreeMap::new();
+        for layer in ["a", "b"] {
+            for (&local, &remote) in local.iter().zip(&remote).take(count) {
+                let block = |id: i64| u64::try_from(id).unwrap();
+                let to = page_addresses(&target, layer, block(local));
+                let from = page_addresses(&source, layer, block(remote));
+                expected.extend(to.into_iter().zip(from));
+            }
+        }
+        prop_assert_eq!(&moved, &expected);
+
+        // Merging changes how many descriptors there are, not one byte.
+        let merged = merge(&plan, &local_ids, &remote_ids);
+        prop_assert_eq!(self::moved(&merged).unwrap(), expected);
+        let predicted = plan.num_merged_descriptors(&runs);
+        prop_assert_eq!(u64::try_from(merged.len()).unwrap(), predicted);
+        let before = plan.num_descriptors(&runs).unwrap();
+        prop_assert_eq!(u64::try_from(parts.len()).unwrap(), before);
+    }
+
+    #[test]
+    fn runs_are_the_pairs_sorted_and_maximal(
+        pairs in prop::collection::hash_map(0_i64..60, 0_i64..60, 0..40),
+    ) {
+        let mut seen = HashSet::new();
+        let pairs: Vec<_> = pairs.into_iter().filter(|pair| seen.insert(pair.1)).collect();
+        let (local, remote): (Vec<i64>, Vec<i64>) = pairs.iter().copied().unzip();
+        let runs = Runs::pair(&local, &remote).unwrap();
+        let page = |start: u32, step: u32| i64::from(start) + i64::from(step);
+        let flat: Vec<_> = runs
+            .as_slice()
+            .iter()
+            .flat_map(|run| (0..run.num_pages).map(|step| (page(run.local, step), page(run.remote, step))))
+            .collect();
+        let mut sorted = pairs;
+        sorted.sort_by_key(|pair| pair.1);
+        prop_assert_eq!(&flat, &sorted);
+        let ids: Vec<_> = runs.local_ids().iter().zip(runs.remote_ids()).map(|(&l, &r)| (i64::from(l), i64::from(r))).collect();
+        prop_assert_eq!(&ids, &sorted);
+        // Maximal: no two runs of any order could be joined.
+        let ends: HashSet<_> = runs.as_slice().iter().map(|run| (run.local + run.num_pages, run.remote + run.num_pages)).collect();
+        prop_assert!(!runs.as_slice().iter().any(|run| ends.contains(&(run.local, run.remote))));
+    }
+
+    #[test]
+    fn hostile_ids_do_not_panic(local in prop::collection::vec(any::<i64>(), 0..9), remote in prop::collection::vec(any::<i64>(), 0..9)) {
+        let target = cache(&shuffle(1, 16, 16), Layout::Lhbnc, 2);
+        let source = cache(&standard(1, 16, 16), Layout::Lbhnc, 2);
+        let plan = TransferPlan::new(&target, &source).unwrap();
+        if let Ok(runs) = Runs::pair(&local, &remote) {
+            let _ = plan.descriptor_ids(&runs);
+        }
+        let _ = Runs::staged(&remote);
+    }
+}
+
+#[test]
+fn descending_and_interleaved_ids_merge() {
+    let run = |local, remote, num_pages| Run { local, remote, num_pages };
+    let found =
+        |local: &[i64], remote: &[i64]| Runs::pair(local, remote).unwrap().as_slice().to_vec();
+    assert_eq!(found(&[9, 8, 7], [5, 4, 3].as_slice()), [run(7, 3, 3)]);
+    assert_eq!(found(&[0, 8, 1, 9], &[10, 20, 11, 21]), [run(0, 10, 2), run(8, 20, 2)]);
+    assert_eq!(found(&[], &[]), []);
+    let staged = Runs::staged(&[7_i64, 3, 4, 6, 5]).unwrap();
+    assert_eq!(staged.as_slice(), [run(0, 3, 5)]);
+}
+
+#[test]
+fn ids_that_cannot_be_are_refused() {
+    let pair = |local: &[i64], remote: &[i64]| Runs::pair(local, remote).map(|_| ());
+    let duplicate = |side, block| Err(PlanError::DuplicateBlock { side, block });
+    assert_eq!(pair(&[1], &[]), Err(PlanError::LengthMismatch { local: 1, remote: 0 }));
+    assert_eq!(pair(&[1, 2, 1], &[3, 4, 5]), duplicate("local", 1));
+    assert_eq!(pair(&[1, 2, 3], &[4, 5, 4]), duplicate("remote", 4));
+    for got in [-1, 1 << 31] {
+        assert_eq!(pair(&[got], &[0]), Err(PlanError::BlockId { side: "local", got }));
+    }
+    assert!(pair(&[(1 << 31) - 1], &[0]).is_ok());
+}
+
+#[test]
+fn blocks_outside_the_rows_are_refused() {
+    let target = cache(&shuffle(1, 16, 16), Layout::Lhbnc, 2);
+    let source = cache(&standard(1, 16, 16), Layout::Lbhnc, 2);
+    let plan = TransferPlan::new(&target, &source).unwrap();
+    let ids = |local: i64, remote: i64| {
+        plan.descriptor_ids(&Runs::pair(&[local], &[remote]).unwrap()).map(|_| ())
+    };
+    let outside = |side| Err(PlanError::NoSuchBlock { side, block: 32, num_blocks: 32 });
+    assert_eq!(ids(32, 0), outside("local"));
+    assert_eq!(ids(0, 32), outside("remote"));
+    assert_eq!(ids(31, 31), Ok(()));
+}
+
+/// Regions may differ in blocks, so ids count what lies before, not a common number of blocks.
+#[test]
+fn ids_of_unequal_regions_are_cumulative() {
+    let format = standard(1, 1, 4);
+    let region = |address, num_blocks, layer: &str| {
+        let strided = Strided {
+            address: Address(address),
+            num_blocks,
+            block_bytes: 16,
+            block_stride_bytes: 16,
+            extent_bytes: None,
+            memory: Memory::Dram,
+            device: 0,
+        };
+        let tag = Tag { spans: format.whole_planes(), format: format.clone() };
+        Region::new(strided, Some(tag), vec![layer.into()]).unwrap()
+    };
+    let regions = [region(100, 2, "a"), region(1000, 3, "b")];
+    let plan = TransferPlan::new(&regions, &regions).unwrap();
+    let all: Vec<i32> = (0..5).collect();
+    let addresses: Vec<u64> = descriptors(plan.local_rows(), &all).iter().map(|d| d.0).collect();
+    assert_eq!(addresses, [100, 116, 1000, 1016, 1032]);
+    let runs = Runs::pair(&[1_i64, 0], &[0_i64, 1]).unwrap();
+    assert_eq!(plan.descriptor_ids(&runs).unwrap(), (vec![1, 0, 3, 2], vec![0, 1, 2, 3]));
+}
+
+#[test]
+fn in_place_a_page_fills_the_k_block_and_then_the_v_block() {
+    let target = cache(&shuffle(2, 16, 64), Layout::Lhbnc, 1);
+    let source = cache(&standard(2, 16, 64), Layout::Lbhnc, 1);
+    let plan = TransferPlan::new(&target, &source).unwrap();
+    let half = 4096;
+    let rows = |rows: &[Row]| -> Vec<[u64; 5]> { rows.iter().map(|row| row.to_array()).collect() };
+    let base = 1 << 20;
+    assert_eq!(
+        rows(plan.local_rows()),
+        [[base, half, 0, half, 32], [base + 32 * half, half, 0, half, 32]]
+    );
+    assert_eq!(
+        rows(plan.remote_rows()),
+        [[base, half, 0, 2 * half, 32], [base + half, half, 0, 2 * half, 32]]
+    );
+    let runs = Runs::pair(&[0_i64, 1, 2], &[4_i64, 5, 6]).unwrap();
+    // The remote halves have gaps between them, so nothing merges.
+    assert_eq!(plan.num_merged_descriptors(&runs), 6);
+}
+
+#[test]
+fn staged_whole_pages_merge_along_the_remote_runs() {
+    let source = cache(&standard(2, 16, 64), Layout::Lbhnc, 3);
+    assert_eq!(kvpd::slab_bytes(&source, 8), Ok(3 * 8 * 8192));
+    let slab = kvpd::slab_regions(&source, Address(1 << 30), 8, Memory::Dram, 0).unwrap();
+    let plan = TransferPlan::new(&slab, &source).unwrap();
+    let runs = Runs::staged(&[20_i64, 5, 19, 4, 18]).unwrap();
+    assert_eq!(plan.num_descriptors(&runs), Ok(15));
+    assert_eq!(plan.num_merged_descriptors(&runs), 6);
+    assert_eq!(plan.page_bytes_all_layers(), 3 * 8192);
+}
+
+#[test]
+fn sides_that_do_not_belong_together_are_refused() {
+    let shuffled = cache(&shuffle(2, 16, 64), Layout::Lhbnc, 2);
+    let plan = |source: &[Region]| TransferPlan::new(&shuffled, source).map(|_| ());
+    let one_layer = cache(&standard(2, 16, 64), Layout::Lbhnc, 1);
+    assert_eq!(plan(&one_layer), Err(PlanError::Layers { layer: "layers.1".into() }));
+    let three = cache(&standard(2, 16, 64), Layout::Lbhnc, 3);
+    assert_eq!(plan(&three), Err(PlanError::Layers { layer: "layers.2".into() }));
+    let larger = cache(&standard(4, 16, 64), Layout::Lbhnc, 2);
+    let (local, remote) = (8192, 16384);
+    let error = Err(PlanError::PageBytes { layer: "layers.0".into(), local, remote });
+    assert_eq!(plan(&larger), error);
+    let strided = Strided {
+        address: Address(0),
+        num_blocks: 1,
+        block_bytes: 1,
+        block_stride_bytes: 1,
+        extent_bytes: None,
+        memory: Memory::Dram,
+        device: 0,
+    };
+    let untagged = Region::new(strided, None, Vec::new()).unwrap();
+    assert_eq!(plan(&[untagged]), Err(PlanError::Untagged { side: "remote" }));
+}
+
+/// The page of layer x in one map, so that the simulated layouts above are not all alike.
+#[test]
+fn every_layout_holds_the_same_page() {
+    let format = standard(2, 16, 64);
+    let mut pages: HashMap<Layout, usize> = HashMap::new();
+    for layout in [Layout::Lbhnc, Layout::Lhbnc, Layout::Blhnc, Layout::Bhlnc] {
+        let regions = cache(&format, layout, 2);
+        let page = page_addresses(&regions, "layers.1", 3);
+        assert_eq!(u64::try_from(page.len()).unwrap(), format.page_bytes());
+        pages.insert(layout, page.windows(2).filter(|pair| pair[1] != pair[0] + 1).count());
+    }
+    // Breaks inside a page: none where pages are whole, one between two heads elsewhere.
+    assert_eq!(pages[&Layout::Lbhnc], 0);
+    assert_eq!(pages[&Layout::Blhnc], 0);
+    assert_eq!(pages[&Layout::Lhbnc], 1);
+    assert_eq!(pages[&Layout::Bhlnc], 1);
+}

@@ -1,0 +1,71 @@
+"""kvpd: KV cache pages between engines that keep different page formats.
+
+This package alone needs numpy; torch, triton, NIXL and vLLM are imported by the modules that use them
+(`kvpd.convert`, `kvpd.nixl`, `kvpd.receive`, `kvpd.vllm`).
+"""
+
+from kvpd._kvpd import (
+    Component,
+    EngineDescription,
+    EngineFacts,
+    PageFormat,
+    PlaneSpan,
+    Reason,
+    Region,
+    Run,
+    Runs,
+    TransferPlan,
+    Verdict,
+    __version__,
+    cache_regions,
+    negotiate,
+    runs,
+    slab_bytes,
+    slab_regions,
+    staged_ids,
+)
+from kvpd.errors import (
+    ConversionError,
+    DescriptionError,
+    FormatError,
+    KvpdError,
+    MissingDependencyError,
+    PlanError,
+    RefusedError,
+    RegionError,
+    TransferError,
+    WireError,
+    WireVersionError,
+)
+
+__all__ = [
+    "Component",
+    "ConversionError",
+    "DescriptionError",
+    "EngineDescription",
+    "EngineFacts",
+    "FormatError",
+    "KvpdError",
+    "MissingDependencyError",
+    "PageFormat",
+    "PlanError",
+    "PlaneSpan",
+    "Reason",
+    "RefusedError",
+    "Region",
+    "RegionError",
+    "Run",
+    "Runs",
+    "TransferError",
+    "TransferPlan",
+    "Verdict",
+    "WireError",
+    "WireVersionError",
+    "__version__",
+    "cache_regions",
+    "negotiate",
+    "runs",
+    "slab_bytes",
+    "slab_regions",
+    "staged_ids",
+]

@@ -1,0 +1,1 @@
+"""Oracles: written from the shapes in vLLM's and AITER's own documentation, without any of kvpd's code."""
