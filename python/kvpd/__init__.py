@@ -1,7 +1,7 @@
 """kvpd: KV cache pages between engines that keep different page formats.
 
-This package alone needs numpy; torch, triton, NIXL and vLLM are imported by the modules that use them
-(`kvpd.convert`, `kvpd.nixl`, `kvpd.receive`, `kvpd.vllm`).
+This package alone needs numpy; torch, triton, NIXL and vLLM are imported by the modules that use
+them (`kvpd.convert`, `kvpd.nixl`, `kvpd.receive`, `kvpd.vllm`).
 """
 
 from kvpd._kvpd import (

@@ -10,10 +10,31 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-__version__: str
+from kvpd.words import Interior as _Interior
+from kvpd.words import Memory as _Memory
 
-Interior = Literal["HNC", "NHC"]
-Memory = Literal["dram", "vram"]
+__all__ = [
+    "Component",
+    "EngineDescription",
+    "EngineFacts",
+    "PageFormat",
+    "PlaneSpan",
+    "Reason",
+    "Region",
+    "Run",
+    "Runs",
+    "TransferPlan",
+    "Verdict",
+    "__version__",
+    "cache_regions",
+    "negotiate",
+    "runs",
+    "slab_bytes",
+    "slab_regions",
+    "staged_ids",
+]
+
+__version__: str
 
 @final
 class Component:
@@ -73,7 +94,7 @@ class Component:
     def channel_tile_stride_bytes(self) -> int: ...
     @property
     def channel_stride_bytes(self) -> int: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -87,7 +108,7 @@ class PlaneSpan:
     def start_bytes(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -101,12 +122,15 @@ class PageFormat:
 
     @staticmethod
     def standard(
-        *, heads: int, tokens: int, head_dim: int, dtype: Any, interior: Interior = "HNC"
+        *, heads: int, tokens: int, head_dim: int, dtype: Any, interior: _Interior = "HNC"
     ) -> PageFormat:
-        """vLLM's packed page: one plane, [H, N, 2*D] ("HNC") or [N, H, 2*D] ("NHC"), K then V per token."""
+        """vLLM's packed page: one plane, [H, N, 2*D] ("HNC") or [N, H, 2*D] ("NHC").
+
+        K and V lie side by side per token: the first D channels are K's.
+        """
     @staticmethod
     def split_kv(
-        *, heads: int, tokens: int, head_dim: int, dtype: Any, interior: Interior = "HNC"
+        *, heads: int, tokens: int, head_dim: int, dtype: Any, interior: _Interior = "HNC"
     ) -> PageFormat:
         """Legacy page: a K plane and a V plane, each [H, N, D] ("HNC") or [N, H, D] ("NHC")."""
     @staticmethod
@@ -145,16 +169,18 @@ class PageFormat:
     @property
     def tokens(self) -> int: ...
     def offset(self, component: str, head: int, token: int, channel: int) -> tuple[int, int]: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class Region:
-    """Registered strided memory: block b starts at ``address + b*block_stride_bytes`` and is `block_bytes` long.
+    """Registered strided memory, `block_bytes` long from ``address + block*block_stride_bytes``.
 
     `planes` says which bytes of the page a block holds, in order: plane numbers (whole planes) or
-    `PlaneSpan`s. An untagged region has ``format=None`` and no planes. `extent_bytes`, if given, is the
-    registered length from `address`; blocks must stay inside it.
+    `PlaneSpan`s. An untagged region has ``format=None`` and no planes. `extent_bytes`, if given, is
+    the registered length from `address`; blocks must stay inside it.
+
+    Numbers below 0 or past 64 bits raise `OverflowError`, all others that cannot be `RegionError`.
     """
 
     def __new__(
@@ -167,7 +193,7 @@ class Region:
         format: PageFormat | None = None,
         planes: Sequence[int | PlaneSpan] | None = None,
         layers: Sequence[str] = (),
-        memory: Memory = "dram",
+        memory: _Memory = "dram",
         device: int = 0,
         extent_bytes: int | None = None,
     ) -> Region: ...
@@ -186,7 +212,7 @@ class Region:
     @property
     def layers(self) -> tuple[str, ...]: ...
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> _Memory: ...
     @property
     def device(self) -> int: ...
     @property
@@ -194,7 +220,7 @@ class Region:
     @property
     def is_dense(self) -> bool: ...
     def block_address(self, block_id: int) -> int: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 def cache_regions(
@@ -204,7 +230,7 @@ def cache_regions(
     address: int,
     num_blocks: int,
     layers: Sequence[str],
-    memory: Memory = "dram",
+    memory: _Memory = "dram",
     device: int = 0,
 ) -> tuple[Region, ...]:
     """The regions of a whole cache laid out from `address` in one of vLLM's layouts
@@ -263,7 +289,7 @@ class EngineFacts:
     def num_kv_groups(self) -> int: ...
     @property
     def uses_mla(self) -> bool: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -271,7 +297,7 @@ class EngineDescription:
     """What one rank of an engine publishes: facts and regions.
 
     Construction proves that no two regions overlap and that the regions of every tagged layer hold
-    each byte of its page exactly once; it raises `RegionError` otherwise.
+    each byte of its page exactly once; it raises `DescriptionError` otherwise.
     """
 
     def __new__(cls, facts: EngineFacts, regions: Sequence[Region]) -> EngineDescription: ...
@@ -287,7 +313,7 @@ class EngineDescription:
     @property
     def num_blocks(self) -> int:
         """Blocks that every region has."""
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
 
 @final
 class Reason:
@@ -301,7 +327,7 @@ class Reason:
     def remote(self) -> str: ...
     @property
     def remedy(self) -> str: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -322,7 +348,7 @@ class Verdict:
     @property
     def target(self) -> PageFormat | None:
         """What the local engine keeps; set when kind is "convert"."""
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 def negotiate(
@@ -334,8 +360,8 @@ def negotiate(
 ) -> Verdict:
     """Judge a pair from the reader's side: may `local` read `remote`'s pages?
 
-    `remote` is None for a peer that published nothing of kvpd's (untagged). Never raises for a pair
-    that does not fit: that is a refusal with every reason.
+    `remote` is None for a peer that published nothing of kvpd's (untagged). A pair that does not
+    fit raises nothing: that is a refusal with every reason.
     """
 
 @final
@@ -348,7 +374,7 @@ class Run:
     def remote(self) -> int: ...
     @property
     def num_pages(self) -> int: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -357,7 +383,7 @@ class Runs:
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Run]: ...
-    def __getitem__(self, index: int) -> Run: ...
+    def __getitem__(self, index: int, /) -> Run: ...
     @property
     def num_pages(self) -> int: ...
     @property
@@ -371,22 +397,30 @@ def runs(
     local_ids: Sequence[int] | NDArray[np.integer[Any]],
     remote_ids: Sequence[int] | NDArray[np.integer[Any]],
 ) -> Runs:
-    """Pair ids positionally, sort, and merge. Raises `PlanError` when lengths differ, an id is
-    negative or above 2**31-1, or an id occurs twice on one side."""
+    """Pair ids by position, sort by remote id, and merge.
+
+    Raises `PlanError` when lengths differ, an id is negative or above 2**31-1, or an id occurs
+    twice on one side; `TypeError` for anything but integers.
+    """
 
 def staged_ids(remote_ids: Sequence[int] | NDArray[np.integer[Any]]) -> Runs:
-    """Runs into slab pages 0, 1, 2, ... in ascending order of the remote ids: the densest descriptors.
-    Raises like `runs`."""
+    """Runs into slab pages 0, 1, 2, ... in ascending order of the remote ids: the fewest runs.
+
+    Raises like `runs`.
+    """
 
 @final
 class TransferPlan:
-    """Descriptor rows for reading pages raw: byte i of a page of `source` lands at byte i of a page of `target`.
+    """Descriptor rows for reading pages raw from `source` into `target`.
 
-    `target` regions are the local cache itself (placement in place, per page) or a slab that holds pages of the
-    source's format (placement staged, see `slab_regions`). A row is one (source region, target region) overlap of
-    one layer; row r on the local side is read from row r on the remote side. Rows are (address, bytes, device,
-    stride, count) with the region's own stride, as NIXL's strided lists take them; the ids of row r are
-    ``base + block`` with cumulative bases.
+    Byte i of a page of `source` lands at byte i of a page of `target`, planes counted one after
+    another. `target` is the local cache itself (placement in place, per page) or a slab that holds
+    pages of the source's format (placement staged, see `slab_regions`).
+
+    A row is what one region on each side has in common of one layer's page; row r is read from
+    row r.
+    Rows are (address, bytes, device, stride, count) with the region's own stride, as NIXL's strided
+    lists take them; the ids of row r are ``base + block``, bases being cumulative counts.
     """
 
     def __new__(cls, target: Sequence[Region], source: Sequence[Region]) -> TransferPlan: ...
@@ -400,26 +434,34 @@ class TransferPlan:
     @property
     def remote_rows(self) -> NDArray[np.uint64]: ...
     @property
-    def local_memory(self) -> Memory: ...
+    def local_memory(self) -> _Memory: ...
     @property
-    def remote_memory(self) -> Memory: ...
+    def remote_memory(self) -> _Memory: ...
     def descriptor_ids(self, runs: Runs) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(local ids, remote ids), row-major, pages in run order. Raises `PlanError` for a block outside a row."""
+        """(local ids, remote ids), row by row, pages in run order.
+
+        Raises `PlanError` for a block outside the rows.
+        """
     def num_descriptors(self, runs: Runs) -> int:
         """Descriptors before merging: rows x pages."""
     def num_merged_descriptors(self, runs: Runs) -> int:
-        """Descriptors after NIXL (>= 1.5) merged neighbours: a run is one descriptor where both rows have
-        stride == bytes, else one per page."""
+        """Descriptors after NIXL (>= 1.5) merged neighbours.
+
+        A run is one descriptor where both rows have stride == bytes, else one per page.
+        """
 
 def slab_regions(
     source: Sequence[Region],
     *,
     address: int,
     num_pages: int,
-    memory: Memory = "dram",
+    memory: _Memory = "dram",
     device: int = 0,
 ) -> tuple[Region, ...]:
-    """A dense slab for `num_pages` raw pages of every layer of `source`: one region per layer, layer after layer."""
+    """A dense slab for `num_pages` raw pages of every layer of `source`.
+
+    One region per layer, layer after layer, from `address`; `slab_bytes` long in all.
+    """
 
 def slab_bytes(source: Sequence[Region], *, num_pages: int) -> int:
     """Bytes a slab of `num_pages` pages needs."""

@@ -1,4 +1,4 @@
-"""Every error kvpd raises. One base class; what went wrong is in attributes, prose is only in the message."""
+"""Every error kvpd raises: one base class, what went wrong in attributes, prose in the message."""
 
 from __future__ import annotations
 

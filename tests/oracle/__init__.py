@@ -1,1 +1,1 @@
-"""Oracles: written from the shapes in vLLM's and AITER's own documentation, without any of kvpd's code."""
+"""Oracles: written from the shapes that vLLM and AITER document, without any of kvpd's code."""

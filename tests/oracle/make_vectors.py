@@ -1,6 +1,6 @@
 """Writes tests/vectors/formats.json, which the Rust tests and the Python tests read.
 
-    python -m tests.oracle.make_vectors
+python -m tests.oracle.make_vectors
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def vector(spec: Spec, points: np.random.Generator) -> dict[str, object]:
     """One format with its ends, corners and a few elements in between."""
     found = offsets(spec)
     last = (spec.heads - 1, spec.tokens - 1, spec.head_dim - 1)
-    chosen = [(0, 0, 0), last, (spec.heads - 1, 5, 9)]
+    chosen: list[tuple[int, ...]] = [(0, 0, 0), last, (spec.heads - 1, 5, 9)]
     chosen += [tuple(int(points.integers(0, end + 1)) for end in last) for _ in range(5)]
     return {
         "family": spec.family,

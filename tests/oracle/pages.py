@@ -1,6 +1,7 @@
-"""Where elements lie, by reshaping and transposing arrays of element numbers. Imports nothing of kvpd.
+"""Where elements lie, by reshaping and transposing arrays of element numbers.
 
-A page is described by the shape its plane has in memory; the tokens are `k` and `v` of [H, N, D].
+Imports nothing of kvpd. A page is described by the shape its plane has in memory; the tokens are
+`k` and `v` of [H, N, D].
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def planes(spec: Spec, k: Array, v: Array) -> tuple[Array, ...]:
     heads, tokens, head_dim, x = spec.heads, spec.tokens, spec.head_dim, spec.x
     if spec.family == "standard":
         packed = np.concatenate([k, v], axis=2)
-        return (packed if spec.variant == "HNC" else packed.transpose(1, 0, 2)).reshape(-1),
+        return ((packed if spec.variant == "HNC" else packed.transpose(1, 0, 2)).reshape(-1),)
     if spec.family == "split-kv":
         order = (0, 1, 2) if spec.variant == "HNC" else (1, 0, 2)
         return k.transpose(order).reshape(-1), v.transpose(order).reshape(-1)
@@ -77,7 +78,7 @@ def offsets(spec: Spec) -> dict[str, tuple[int, NDArray[np.int64]]]:
 
 
 def axis(offset: NDArray[np.int64], axis_number: int) -> tuple[int, int, int, int]:
-    """(extent, tile, tile stride, stride) of one axis, read off the offsets: the tile is where the axis breaks."""
+    """(extent, tile, tile stride, stride) of one axis; the tile is where the offsets break."""
     line = np.moveaxis(offset, axis_number, 0)[:, 0, 0] - offset[0, 0, 0]
     extent = len(line)
     if extent == 1:

@@ -4,6 +4,7 @@ use kvpd::runs::{Run as CoreRun, Runs as CoreRuns};
 use numpy::{PyArray1, ToPyArray};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
+use pyo3::types::{PyIterator, PyTuple};
 
 use crate::arguments::{BlockIds, pair, staged};
 use crate::errors::CoreResult;
@@ -40,7 +41,10 @@ impl Runs {
         self.0.len()
     }
 
-    // Iteration in Python goes through here, until IndexError.
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        PyTuple::new(py, self.0.as_slice().iter().copied().map(Run::from))?.try_iter()
+    }
+
     fn __getitem__(&self, index: isize) -> PyResult<Run> {
         let found = usize::try_from(index).ok().or_else(|| self.0.len().checked_add_signed(index));
         let run = found.and_then(|index| self.0.as_slice().get(index));

@@ -1,0 +1,9 @@
+"""The closed lists of words in kvpd's signatures, for annotations."""
+
+from typing import Literal, TypeAlias
+
+Interior: TypeAlias = Literal["HNC", "NHC"]
+"""Order of heads and tokens inside a page."""
+
+Memory: TypeAlias = Literal["dram", "vram"]
+"""Kind of memory, as NIXL tells them apart."""
