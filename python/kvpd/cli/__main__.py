@@ -1,0 +1,9 @@
+"""``python -m kvpd.cli``."""
+
+from __future__ import annotations
+
+import sys
+
+from kvpd.cli import main
+
+sys.exit(main())

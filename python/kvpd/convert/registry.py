@@ -1,0 +1,99 @@
+"""Which conversion runs for a pair of formats; others may register their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from kvpd.convert.conversion import Conversion
+from kvpd.convert.pages import Pages
+from kvpd.convert.reference import ReferenceConversion
+from kvpd.errors import ConversionError
+
+if TYPE_CHECKING:
+    from kvpd._kvpd import PageFormat
+
+Implementation = Literal["auto", "reference", "triton"]
+Prepare = Callable[[Pages, Pages], Conversion]
+
+_converters: dict[tuple[str, str], Prepare] = {}
+
+
+def register_converter(
+    source_format: PageFormat, target_format: PageFormat, prepare: Prepare
+) -> None:
+    """Let `prepare(source, target)` build the conversions of this pair of formats.
+
+    The pair is kept by digests, so every format that places all elements alike is meant. A
+    registered converter need not be a permutation.
+
+    Raises:
+        ConversionError: the pair has one already; two backends must not race for it.
+    """
+    key = (source_format.digest, target_format.digest)
+    if key in _converters:
+        raise ConversionError(
+            f"{source_format.name} -> {target_format.name} has a registered converter",
+            code="duplicate-converter",
+            field="prepare",
+            got=getattr(prepare, "__qualname__", type(prepare).__name__),
+            expected="one converter per pair of formats",
+        )
+    _converters[key] = prepare
+
+
+def registered_converter(source_format: PageFormat, target_format: PageFormat) -> Prepare | None:
+    """What `register_converter` was given for this pair, or None."""
+    return _converters.get((source_format.digest, target_format.digest))
+
+
+def prepare(source: Pages, target: Pages, *, implementation: Implementation = "auto") -> Conversion:
+    """Build the conversion of one cache: tables and permutations, once.
+
+    Args:
+        source: pages to read. In place, `target.seen_as(source_format)`.
+        target: pages to write.
+        implementation: "auto" takes a registered converter first, then Triton for pages on a GPU
+            and the reference for pages in host memory.
+
+    Raises:
+        ConversionError: the pair or the memory breaks a contract of the implementation.
+        MissingDependencyError: Triton is needed and not installed.
+    """
+    if implementation == "auto":
+        registered = registered_converter(source.format, target.format)
+        if registered is not None:
+            return registered(source, target)
+        implementation = "reference" if target.device.type == "cpu" else "triton"
+    if implementation == "reference":
+        return ReferenceConversion(source, target)
+    if implementation == "triton":
+        # Deferred: importing triton takes a second and host-only users have none.
+        from kvpd.convert.launch import TritonConversion
+
+        return TritonConversion(source, target)
+    raise ConversionError(
+        f"unknown implementation {implementation!r}",
+        code="implementation",
+        field="implementation",
+        got=implementation,
+        expected="auto, reference or triton",
+    )
+
+
+def convert_pages(
+    source: Pages,
+    target: Pages,
+    source_ids: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    implementation: Implementation = "auto",
+) -> None:
+    """`prepare` and one call. To convert the same cache again, keep what `prepare` returns.
+
+    Raises:
+        ConversionError: the pair, the memory or the ids break a contract.
+    """
+    prepare(source, target, implementation=implementation)(source_ids, target_ids)

@@ -1,0 +1,1 @@
+"""Conversion: whole memories compared byte for byte with an independent writer's."""

@@ -1,0 +1,1 @@
+"""Checks that need a GPU; none is collected unless named."""
