@@ -8,11 +8,12 @@ UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 DEPS   := $(VENV)/.deps
 BUILT  := $(VENV)/.built
+VLLM   := $(VENV)/.vllm
 TRITON36 := target/triton-3.6.0
 WRITERS  := target/writers
 CORE   := $(shell find crates -name '*.rs' -path '*/src/*') $(wildcard crates/*/Cargo.toml) Cargo.toml Cargo.lock rust-toolchain.toml pyproject.toml
 
-.PHONY: help demo test lint types rust-test python-test bench clean
+.PHONY: help demo test lint types rust-test python-test test-vllm test-matrix demo-vllm bench clean
 
 help:
 	@sed -n 's/^## \([a-z-]*\): /  make \1\t/p' Makefile | expand -t 20
@@ -45,6 +46,18 @@ rust-test:
 python-test: $(BUILT) $(TRITON36) $(WRITERS)
 	$(BIN)/python -m pytest
 
+## test-vllm: the connector in real vLLM on CPUs (installs vLLM into .venv, about a gigabyte)
+test-vllm: $(BUILT) $(VLLM)
+	KVPD_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not slow' tests/vllm
+
+## test-matrix: the same against each vLLM release; writes docs/compatibility.md
+test-matrix: $(BUILT) $(VLLM)
+	$(BIN)/python -m tests.vllm.matrix
+
+## demo-vllm: 1P1D in real vLLM: stock on a mismatched pair (wrong tokens), then kvpd (right ones)
+demo-vllm: $(BUILT) $(VLLM)
+	@$(BIN)/python -m tests.vllm.demo
+
 ## bench: descriptor ids and run detection, against numpy
 bench: $(BUILT)
 	cargo bench --quiet -p kvpd
@@ -59,6 +72,13 @@ $(DEPS): pyproject.toml constraints.txt
 $(BUILT): $(DEPS) $(CORE)
 	@echo "building the core"
 	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --uv
+	@touch $@
+
+# Without dependencies: vLLM's CPU build pins torch by a local version, PyPI's of the same release works.
+# Compiled once, or every engine compiles all of vLLM as it starts.
+$(VLLM): tests/vllm/requirements.txt $(DEPS)
+	@$(UV) --no-deps --requirements tests/vllm/requirements.txt
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	@touch $@
 
 # A second triton: which accidental barriers its compiler puts in differs by version.

@@ -1,0 +1,180 @@
+"""What vLLM registered on this rank, as an `EngineDescription`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NIXL_CONNECTOR_VERSION,
+    _get_speculative_compatibility_factors,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from kvpd._kvpd import EngineDescription, EngineFacts, Region
+from kvpd.vllm.formats import (
+    AITER_FA,
+    LayerCache,
+    declared_format,
+    opaque,
+    page_format,
+    spans_of,
+)
+from kvpd.vllm.versions import public_release
+
+# Specs whose page is K and V of every token, one slot per token; MLA and state caches are not.
+_PLAIN_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
+_TORCH_NAME = "torch."
+_IN_TREE = "vllm."
+
+
+def own_layout(vllm_config: Any) -> str | None:
+    """The layout that the model's attention backend prefers, where its pages have several planes.
+
+    None for one-plane pages: stock's own preference is right for those.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for backend in get_current_attn_backends(vllm_config):
+        cache = LayerCache(
+            backend=".".join(backend.full_cls_name()),
+            kv_heads=model.get_num_kv_heads(parallel),
+            tokens=vllm_config.cache_config.block_size,
+            head_dim=model.get_head_size(),
+            dtype=str(model.dtype).removeprefix(_TORCH_NAME),
+            layout="LBHNC",
+            page_bytes=0,
+            has_plain_content=True,
+            is_shuffled=_is_shuffled(backend),
+            num_head_slots=2 if _is_shuffled(backend) else None,
+        )
+        declared = declared_format(cache, backend)
+        layouts = backend.supported_kv_cache_layouts()
+        if declared is not None and len(declared.plane_bytes) > 1 and layouts:
+            return str(layouts[0].name)
+    return None
+
+
+def describe(worker: Any, kv_caches: dict[str, torch.Tensor]) -> EngineDescription:
+    """What this rank registered: stock's regions, each with its layers, format and bytes of a page.
+
+    Raises:
+        FormatError, RegionError: a declared format contradicts what was registered.
+    """
+    config, model = worker.vllm_config, worker.model_config
+    addresses = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+    of_layer: dict[str, list[int]] = {}
+    for index, name in enumerate(worker.region_names):
+        of_layer.setdefault(name, []).append(index)
+    # Layers that share a region with another one have none under their own name.
+    sharing = {
+        name: addresses.index(kv_caches[name].data_ptr())
+        for name in worker._layer_specs
+        if name in kv_caches and name not in of_layer and kv_caches[name].data_ptr() in addresses
+    }
+    layers = get_layers_from_vllm_config(config, cast(Any, AttentionLayerBase), None)
+    regions: dict[int, Region] = {}
+    for name, indices in of_layer.items():
+        members = [name, *(other for other, index in sharing.items() if index in indices)]
+        backend = layers[name].get_attn_backend()
+        page_bytes = sum(worker.block_len_per_layer[index] for index in indices)
+        cache = _layer_cache(worker, members, backend, page_bytes)
+        places = [addresses[index] for index in indices]
+        if len(members) == 1 and _are_slots(kv_caches[name], places, page_bytes):
+            format = page_format(cache, backend)
+        else:
+            format = opaque(cache)
+        for position, index in enumerate(indices):
+            is_host = worker.region_mem_types[index] == "DRAM"
+            regions[index] = Region(
+                addresses[index],
+                worker.region_num_blocks[index],
+                worker.block_len_per_layer[index],
+                worker.block_stride_per_layer[index],
+                format=format,
+                planes=spans_of(format, len(indices), position),
+                layers=members,
+                memory="dram" if is_host else "vram",
+                device=0 if is_host else worker.device_id,
+            )
+    speculative = _get_speculative_compatibility_factors(config)
+    hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
+    facts = EngineFacts(
+        model=model.model,
+        model_dtype=str(model.dtype).removeprefix(_TORCH_NAME),
+        cache_dtype=str(config.cache_config.cache_dtype),
+        total_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        block_size=worker.block_size,
+        layout=worker.kv_cache_layout,
+        backend=worker.backend_name,
+        release=vllm_version,
+        connector=f"nixl {NIXL_CONNECTOR_VERSION} {worker._TRANSFER_MODE}, "
+        f"hybrid manager {'on' if hybrid else 'off'}, speculative {speculative}",
+        tp_size=worker.world_size,
+        tp_rank=worker.tp_rank,
+        num_kv_groups=len(worker.kv_cache_config.transfer_groups),
+        uses_mla=worker.use_mla,
+    )
+    return EngineDescription(facts, [regions[index] for index in sorted(regions)])
+
+
+def stock_knows_pages(worker: Any) -> bool:
+    """Whether the backends' names, which stock's digest holds, say how all pages look.
+
+    They do not for the shuffle switch, nor for backends that are not vLLM's own.
+    """
+    return all(
+        ".".join(backend.full_cls_name()).startswith(_IN_TREE) and not _is_shuffled(backend)
+        for backend in worker.attn_backends
+    )
+
+
+def _layer_cache(worker: Any, members: list[str], backend: Any, page_bytes: int) -> LayerCache:
+    spec = worker._layer_specs[members[0]]
+    is_plain = (
+        type(spec).__name__ in _PLAIN_SPECS
+        and spec.kv_quant_mode == 0
+        and spec.tokens_per_state == 1
+        and spec.page_size_padded is None
+        and spec.head_size == spec.head_size_v
+    )
+    return LayerCache(
+        backend=".".join(backend.full_cls_name()),
+        kv_heads=getattr(spec, "num_kv_heads", 1),
+        tokens=worker.block_size,
+        head_dim=getattr(spec, "head_size", 1),
+        dtype=str(getattr(spec, "dtype", "uint8")).removeprefix(_TORCH_NAME),
+        layout=worker.kv_cache_layout,
+        page_bytes=page_bytes,
+        has_plain_content=is_plain,
+        num_head_slots=getattr(spec, "num_head_slots", None),
+        is_shuffled=_is_shuffled(backend),
+        identity=repr((public_release(vllm_version), [worker._layer_specs[m] for m in members])),
+    )
+
+
+def _is_shuffled(backend: Any) -> bool:
+    if ".".join(backend.full_cls_name()) != AITER_FA:
+        return False
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return bool(rocm_aiter_ops.is_shuffle_kv_cache_enabled())
+
+
+def _are_slots(cache: torch.Tensor, places: list[int], page_bytes: int) -> bool:
+    """Whether the regions are the page's head slots, in order and each of them dense.
+
+    A page that is not has another map than its format says, whatever its length.
+    """
+    if cache.dim() != 4 or cache.shape[1] % len(places):
+        return False
+    size = cache.element_size()
+    slots_each = cache.shape[1] // len(places)
+    first, stride = cache.data_ptr(), cache.stride(1) * size
+    expected = [first + position * slots_each * stride for position in range(len(places))]
+    part = cache[:1, :slots_each]
+    extent = 1 + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
+    return places == expected and extent * size * len(places) == page_bytes

@@ -1,0 +1,154 @@
+"""Metrics through vLLM's own connector stats and Prometheus classes.
+
+Everything stock counts stays as it is; what follows is added, under ``vllm:kvpd_*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
+    NixlKVConnectorStats,
+    NixlPromMetrics,
+)
+
+from kvpd.request import Ready
+
+# Name in the stats, and what `observe` does with each item of its list.
+READ_SECONDS = "kvpd_read_seconds"
+CONVERT_SECONDS = "kvpd_convert_seconds"
+QUEUED_SECONDS = "kvpd_queued_seconds"
+PAGES = "kvpd_pages_converted"
+BYTES = "kvpd_bytes_converted"
+UNTAGGED = "kvpd_untagged_peers"
+REFUSALS = "kvpd_refusals"
+SLAB_USE = "kvpd_slab_use"
+_LISTS = (READ_SECONDS, CONVERT_SECONDS, QUEUED_SECONDS, PAGES, BYTES, UNTAGGED, REFUSALS, SLAB_USE)
+
+_BUCKETS = [
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
+    *(0.25, 0.5, 1.0, 2.5, 5.0),
+]
+
+
+class KvpdStats(NixlKVConnectorStats):
+    """Stock's stats and ours, as lists of plain numbers and strings."""
+
+    def reset(self) -> None:
+        """Empty all lists."""
+        super().reset()
+        for name in _LISTS:
+            self.data[name] = []
+
+    def record_ready(self, ready: Ready) -> None:
+        """A request's pages were read and converted."""
+        self.data[READ_SECONDS].append(ready.timings.read_seconds)
+        self.data[CONVERT_SECONDS].append(ready.timings.convert_seconds)
+        self.data[QUEUED_SECONDS].append(ready.timings.queued_seconds)
+        self.data[PAGES].append(ready.num_blocks)
+        self.data[BYTES].append(ready.num_bytes)
+
+    def record_refusal(self, codes: Sequence[str]) -> None:
+        """A handshake was refused, for these reasons."""
+        self.data[REFUSALS].extend(codes)
+
+    def record_untagged_peer(self) -> None:
+        """A peer without a tag was accepted."""
+        self.data[UNTAGGED].append(1)
+
+    def record_slab_use(self, fraction: float) -> None:
+        """How full the slab is, 0 to 1 (more when requests wait for it)."""
+        self.data[SLAB_USE].append(fraction)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return bool(super().is_empty()) and not any(self.data.get(name) for name in _LISTS)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Stock's summary, and ours where something happened."""
+        summary = dict(super().reduce())
+        converted = self.data[CONVERT_SECONDS]
+        if converted:
+            summary["Num converted requests"] = len(converted)
+            summary["Num converted pages"] = sum(self.data[PAGES])
+            summary["Avg convert time (ms)"] = round(1e3 * sum(converted) / len(converted), 3)
+            reads = self.data[READ_SECONDS]
+            summary["Avg read time (ms)"] = round(1e3 * sum(reads) / len(reads), 3)
+        if self.data[REFUSALS]:
+            summary["Num refusal reasons"] = len(self.data[REFUSALS])
+        return summary
+
+
+class KvpdPromMetrics(NixlPromMetrics):
+    """Stock's Prometheus metrics and ours."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._labelvalues = per_engine_labelvalues
+
+        def histogram(name: str, documentation: str) -> Any:
+            return self._histogram_cls(
+                name=f"vllm:{name}",
+                documentation=documentation,
+                buckets=_BUCKETS,
+                labelnames=labelnames,
+            )
+
+        def counter(name: str, documentation: str, extra: tuple[str, ...] = ()) -> Any:
+            return self._counter_cls(
+                name=f"vllm:{name}",
+                documentation=documentation,
+                labelnames=[*labelnames, *extra],
+            )
+
+        self._histograms = {
+            READ_SECONDS: histogram(
+                READ_SECONDS, "Seconds to read the pages of one converted request."
+            ),
+            CONVERT_SECONDS: histogram(
+                CONVERT_SECONDS, "Seconds to convert the pages of one request after the read."
+            ),
+            QUEUED_SECONDS: histogram(
+                QUEUED_SECONDS, "Seconds a converted request waited for its turn to be read."
+            ),
+        }
+        self._counters = {
+            PAGES: counter(PAGES, "Blocks converted; a block counts once for all layers."),
+            BYTES: counter(BYTES, "Bytes of converted pages."),
+            UNTAGGED: counter(UNTAGGED, "Peers accepted without a page format tag."),
+        }
+        self._refusals = counter(
+            REFUSALS, "Reasons for which handshakes were refused.", ("reason",)
+        )
+        self._slab_use = self._gauge_cls(
+            name=f"vllm:{SLAB_USE}",
+            documentation="Pages of live converted requests over pages of the slab.",
+            labelnames=labelnames,
+        )
+        # A metric shows up with its first label; at 0 it can be told from one that is not there.
+        for labels in per_engine_labelvalues.values():
+            for metric in (*self._histograms.values(), *self._counters.values(), self._slab_use):
+                metric.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one interval's lists."""
+        super().observe(transfer_stats_data, engine_idx)
+        labels = self._labelvalues[engine_idx]
+        for name, metric in self._histograms.items():
+            for seconds in transfer_stats_data.get(name, ()):
+                metric.labels(*labels).observe(seconds)
+        for name, metric in self._counters.items():
+            total = sum(transfer_stats_data.get(name, ()))
+            if total:
+                metric.labels(*labels).inc(total)
+        for code in transfer_stats_data.get(REFUSALS, ()):
+            self._refusals.labels(*labels, code).inc()
+        for fraction in transfer_stats_data.get(SLAB_USE, ())[-1:]:
+            self._slab_use.labels(*labels).set(fraction)

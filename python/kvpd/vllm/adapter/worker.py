@@ -1,0 +1,319 @@
+"""Stock's pull worker and scheduler, with kvpd's decisions at their seams.
+
+The seams, the same in vLLM 0.30 to 0.33: ``add_remote_agent`` is called before anything of a peer
+is registered; ``_read_blocks`` starts one request's READ from one rank; ``_pop_done_transfers``
+says what ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+    NixlPullConnectorWorker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
+
+from kvpd._kvpd import negotiate
+from kvpd.errors import KvpdError
+from kvpd.nixl import Agent
+from kvpd.request import Failed, Ready
+from kvpd.vllm.adapter.description import describe, stock_knows_pages
+from kvpd.vllm.adapter.handshake import (
+    TaggedAgentMetadata,
+    attach_tag,
+    check_metadata,
+    received_digest,
+)
+from kvpd.vllm.adapter.stats import KvpdStats
+from kvpd.vllm.config import ConnectorConfig
+from kvpd.vllm.leases import Leases
+from kvpd.vllm.link import Digests, Link
+from kvpd.wire import Handshake, encode_tag
+
+# vLLM configures handlers for its own loggers only.
+logger = logging.getLogger("vllm.kvpd")
+
+
+class KvpdScheduler(NixlPullConnectorScheduler):
+    """Stock's scheduler; a prefill also publishes until when it keeps a request's blocks."""
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """As stock, with ``remote_blocks_expiry_time`` filled in."""
+        delayed, params = super().request_finished(request, block_ids)
+        if params is not None and params.get("remote_blocks_expiry_time") is None:
+            # In this process's clock, like the deadlines stock publishes in the other direction;
+            # a reader corrects it by the offset that the handshake measured.
+            params["remote_blocks_expiry_time"] = self._reqs_need_send.get(request.request_id)
+        return delayed, params
+
+
+class KvpdWorker(NixlPullConnectorWorker):
+    """Stock's pull worker; peers are judged first, and peers of another format are converted."""
+
+    enforce_compat_hash: bool
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._config = ConnectorConfig.of(extra)
+        self._link: Link | None = None
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Stock compares digests before it decodes anything. Deferred to `add_remote_agent`.
+        self._enforces_digest = self.enforce_compat_hash
+        self.enforce_compat_hash = False
+        self._leases = Leases(self._lease_extension)
+        self._deadlines: dict[str, float] = {}
+        self.xfer_stats = KvpdStats()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register as stock, then describe what was registered and tag the handshake with it."""
+        super().register_kv_caches(kv_caches)
+        if self.use_host_buffer:
+            # What peers would read are copies whose layout nobody declares.
+            raise _config_error("kv_buffer_device", "cpu", "the device of the cache")
+        description = describe(self, kv_caches)
+        takes_stock = negotiate(description, None).kind != "refuse"
+        if not takes_stock and self.kv_transfer_config.enable_permute_local_kv:
+            # Stock would permute pages that are not [H, N, C] as if they were.
+            raise _config_error("enable_permute_local_kv", True, "false with these pages")
+        self._link = Link(
+            Agent(self.nixl_wrapper),
+            description,
+            list(kv_caches.values()),
+            self._config,
+            self.xfer_stats,
+            time.perf_counter,
+            max_request_pages=-(-self.model_config.max_model_len // self.block_size),
+        )
+        attach_tag(
+            self.xfer_handshake_metadata,
+            encode_tag(Handshake(self.engine_id, description)),
+            "" if takes_stock or stock_knows_pages(self) else "pages that stock would misread",
+        )
+
+    def add_remote_agent(
+        self,
+        nixl_agent_meta: TaggedAgentMetadata,
+        remote_tp_rank: int = 0,
+        remote_tp_size: int = 1,
+        remote_dcp_size: int = 1,
+    ) -> str:
+        """Judge the peer, then register it: as stock if its pages are equal, else with the link."""
+        meta, engine_id = nixl_agent_meta, nixl_agent_meta.engine_id
+        known = self._remote_agents.get(engine_id, {}).get((0, remote_tp_rank))
+        if known is not None:
+            return str(known)
+        link = self._linked()
+        digests = Digests(str(self.compat_hash), received_digest(), self._enforces_digest)
+        judgement = link.judge(engine_id, meta.kvpd, digests)
+        if judgement.handshake is not None:
+            with link.refusing(engine_id):
+                check_metadata(meta, judgement.handshake.description)
+                if judgement.verdict.kind == "convert":
+                    self._check_whole_blocks(meta, remote_tp_size)
+        if judgement.verdict.kind == "identical":
+            if judgement.handshake is not None:
+                # Equal bytes are proved; stock would only compare the layouts' names.
+                meta.kv_cache_layout = self.kv_cache_layout
+            return str(
+                super().add_remote_agent(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
+            )
+        peer = link.connect(judgement, meta.agent_metadata)
+        self._note_converted_peer(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
+        # Stock looks a handle up before every read; `_read_blocks` below never uses it.
+        self.dst_xfer_side_handles[engine_id][remote_tp_rank] = peer.remote_rows.handle
+        return peer.agent_name
+
+    def _check_whole_blocks(self, meta: TaggedAgentMetadata, tp_size: int) -> None:
+        physical = meta.physical_blocks_per_logical_kv_block
+        if (tp_size, physical) != (self.world_size, 1) or (
+            self._physical_blocks_per_logical_kv_block != 1
+        ):
+            raise KvpdError(
+                "conversion needs equal TP and blocks that are one kernel block on both sides",
+                code="blocks-not-whole",
+                field="physical_blocks_per_logical_kv_block",
+                got=f"TP {tp_size}, {physical} kernel blocks a block",
+                expected=f"TP {self.world_size}, 1 on both sides",
+            )
+
+    def _note_converted_peer(
+        self, meta: TaggedAgentMetadata, rank: int, tp_size: int, dcp_size: int
+    ) -> None:
+        """The book-keeping that stock's request path reads; no descriptors."""
+        engine_id = meta.engine_id
+        topology = self.transfer_topo
+        topology.register_remote_engine(
+            engine_id,
+            EngineTransferInfo(
+                remote_tp_size=tp_size,
+                remote_block_size=meta.block_size,
+                remote_block_len=meta.block_lens[0],
+                remote_physical_blocks_per_logical=meta.physical_blocks_per_logical_kv_block,
+                remote_dcp_size=dcp_size,
+            ),
+        )
+        self.tp_mappings[engine_id] = compute_tp_mapping(
+            transfer_topology=topology,
+            remote_tp_size=tp_size,
+            group_spec_types=self._group_spec_types,
+            remote_dcp_size=dcp_size,
+        )
+        self.dst_num_blocks[engine_id] = meta.num_blocks
+        self.dst_region_group_ids[engine_id] = list(self.region_group_ids)
+        self.dst_uses_region_group_mapping[engine_id] = self._uses_region_group_mapping
+
+    def _read_blocks(
+        self,
+        read_spec: Any,
+        dst_engine_id: str,
+        request_id: str,
+        remote_request_id: str,
+        **rest: Any,
+    ) -> bool:
+        """Start one request: late ones fail, converted ones go to the link, others as stock."""
+        link = self._linked()
+        has_blocks = any(len(group) > 0 for group in read_spec.local_block_ids)
+        deadline = self._deadline(request_id, dst_engine_id, remote_request_id)
+        if has_blocks and deadline is not None and time.perf_counter() >= deadline:
+            logger.warning("%s: the lease of its remote blocks has run out", request_id)
+            self._expire(request_id)
+            return False
+        if deadline is not None and has_blocks:
+            self._deadlines[request_id] = deadline
+        if not has_blocks or not link.converts(dst_engine_id):
+            return bool(
+                super()._read_blocks(
+                    read_spec=read_spec,
+                    dst_engine_id=dst_engine_id,
+                    request_id=request_id,
+                    remote_request_id=remote_request_id,
+                    **rest,
+                )
+            )
+        local, remote = self._apply_prefix_caching(
+            decode_block_ids=read_spec.local_block_ids,
+            prefill_block_ids=read_spec.remote_block_ids,
+            decode_physical_per_logical=1,
+            prefill_physical_per_logical=1,
+        )
+        try:
+            link.start(
+                request_id,
+                dst_engine_id,
+                [block for group in local for block in group],
+                [block for group in remote for block in group],
+                notice=f"{remote_request_id}:{rest['expected_consumers']}".encode(),
+                deadline=deadline,
+            )
+        except KvpdError as error:
+            self._log_failure("transfer_setup_failed", request_id, error=error)
+            self._handle_failed_transfer(request_id, None, self._recv_failures)
+            return False
+        if link.slab_pages:
+            self.xfer_stats.record_slab_use(link.num_live_pages / link.slab_pages)
+        return True
+
+    def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
+        """As stock, but a converted request is in flight until the link has its outcome."""
+        link = self._linked()
+        outcomes = link.poll()
+        held = {name: transfers.pop(name) for name in list(transfers) if link.is_live(name)}
+        done, failed = super()._pop_done_transfers(transfers)
+        transfers.update(held)
+        now = time.perf_counter()
+        for outcome in outcomes:
+            self._deadlines.pop(outcome.request_id, None)
+            if isinstance(outcome, Failed):
+                logger.error("%s: %s: %s", outcome.request_id, outcome.code, outcome.reason)
+                self._handle_failed_transfer(outcome.request_id, None, failed)
+            elif isinstance(outcome, Ready):
+                self.xfer_stats.record_ready(outcome)
+                if outcome.notice_error:
+                    self.xfer_stats.record_failed_notification()
+        for name in done - {outcome.request_id for outcome in outcomes}:
+            deadline = self._deadlines.pop(name, None)
+            if deadline is not None and now >= deadline and name not in failed:
+                logger.warning("%s: its lease ran out before the read had ended", name)
+                self.xfer_stats.record_kv_expired_req()
+                failed.add(name)
+        return done, failed
+
+    def _send_heartbeats(self, metadata: Any) -> None:
+        """As stock; what was sent moves the deadlines we know."""
+        super()._send_heartbeats(metadata)
+        now = time.perf_counter()
+        for engine_id, info in metadata.heartbeat_by_engine.items():
+            if engine_id in self._remote_agents:
+                self._leases.renew(info.req_ids, now)
+
+    def _cleanup_remote_engine(self, engine_id: str, **options: Any) -> None:
+        """As stock; the link disconnects its own peers."""
+        link = self._link
+        if link is not None and link.converts(engine_id):
+            link.disconnect(engine_id)
+            # The link has released the rows and removed the agent, or will once nothing reads.
+            self.dst_xfer_side_handles.pop(engine_id, None)
+            self._remote_agents[engine_id] = {}
+        super()._cleanup_remote_engine(engine_id, **options)
+
+    def shutdown(self) -> None:
+        """Stop our own reads first: stock would deregister the memory under them."""
+        link = getattr(self, "_link", None)
+        if link is not None:
+            try:
+                for engine_id in [e for e in self._remote_agents if link.converts(e)]:
+                    self._cleanup_remote_engine(engine_id, log_eviction=False)
+                link.close()
+            except KvpdError as error:
+                logger.error("shutdown: %s", error)
+        super().shutdown()
+
+    def _log_failure(
+        self,
+        failure_type: str,
+        req_id: str | None,
+        msg: str = "",
+        error: BaseException | None = None,
+        meta: Any = None,
+        **extra: Any,
+    ) -> None:
+        """As stock; why a peer is refused was said once, and is not said again per request."""
+        if isinstance(error, KvpdError) and failure_type.startswith("handshake"):
+            logger.debug("%s: the peer is refused: %s", req_id, error.code)
+            return
+        super()._log_failure(failure_type, req_id, msg, error, meta, **extra)
+
+    def _linked(self) -> Link:
+        if self._link is None:
+            raise KvpdError("no caches are registered", code="not-registered", field="kv_caches")
+        return self._link
+
+    def _deadline(self, request_id: str, engine_id: str, remote_id: str) -> float | None:
+        meta = self._recving_metadata.get(request_id)
+        published = None if meta is None or meta.remote is None else meta.remote.blocks_expiry_time
+        if published is not None:
+            published -= self._engine_clock_offset.get(engine_id, 0.0)
+        return self._leases.deadline(remote_id, published)
+
+    def _expire(self, request_id: str) -> None:
+        # Counted as expired, not as a failure of the transport.
+        self.xfer_stats.record_kv_expired_req()
+        self._recv_failures.add(request_id)
+
+
+def _config_error(field: str, got: object, expected: str) -> KvpdError:
+    return KvpdError(
+        f"{field} is {got!r}; kvpd needs {expected}",
+        code="invalid-config",
+        field=field,
+        got=got,
+        expected=expected,
+    )

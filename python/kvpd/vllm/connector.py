@@ -1,0 +1,60 @@
+"""The connector that vLLM loads: stock's pull connector with our worker, scheduler and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpd.vllm.adapter import (
+    KVConnectorRole,
+    KvpdPromMetrics,
+    KvpdScheduler,
+    KvpdStats,
+    KvpdWorker,
+    NixlBaseConnector,
+    NixlPullConnector,
+    own_layout,
+)
+
+
+class KvpdConnector(NixlPullConnector):
+    """NIXL pull connector that publishes page formats, judges peers by them, and converts.
+
+    Raises:
+        KvpdError: a key of ours has a bad value, or conversion is asked for and cannot be had.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        # Stock's pull constructor would build stock's worker and a second NIXL agent.
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        self.connector_scheduler = None
+        self.connector_worker = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = KvpdScheduler(vllm_config, self.engine_id, kv_cache_config)
+        elif role == KVConnectorRole.WORKER:
+            self.connector_worker = KvpdWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Stock's preference, except for backends whose pages are not one plane: their own."""
+        stock: str | None = super().get_required_kvcache_layout(vllm_config)
+        return stock if stock is None else own_layout(vllm_config) or stock
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvpdStats:
+        """Stats from what a worker sent, or empty ones."""
+        return KvpdStats() if data is None else KvpdStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvpdPromMetrics:
+        """Prometheus metrics for `KvpdStats`."""
+        return KvpdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# vLLM turns some features on by this name.
+NixlConnector = KvpdConnector

@@ -1,0 +1,128 @@
+"""Fakes that stand between a decoder and real NIXL, to make rare timings happen on purpose.
+
+`ControlledReads` passes every call on. Reads on the test bed end at once, so it can withhold the
+news of their end, report them failed, or refuse to release their handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from nixl._api import nixl_agent, nixlBind  # noqa: F401 - kvpd asks an agent's module for its errors
+
+
+class ControlledReads:
+    """Stands in for a NIXL agent.
+
+    Attributes:
+        withhold: completed reads look as if they were still running.
+        fail: running reads look failed.
+        refuse_release: handles cannot be released yet.
+        released: how many handles were.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.withhold = False
+        self.fail = False
+        self.refuse_release = False
+        self.released = 0
+        self.notices: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def transfer(self, handle: Any) -> str:
+        answer = str(self._native.transfer(handle))
+        return "PROC" if self.withhold or self.fail else answer
+
+    def check_xfer_state(self, handle: Any) -> str:
+        answer = str(self._native.check_xfer_state(handle))
+        if self.fail:
+            return "ERR"
+        return "PROC" if self.withhold else answer
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        if self.refuse_release:
+            raise RuntimeError("refused by the test")
+        self._native.release_xfer_handle(handle)
+        self.released += 1
+
+    def send_notif(self, agent: Any, notif_msg: bytes) -> None:
+        if not notif_msg.startswith(b"HB:"):
+            self.notices.append(bytes(notif_msg))
+        self._native.send_notif(agent, notif_msg)
+
+
+def install(worker: Any) -> ControlledReads:
+    """Put one before the link's agent of a kvpd worker, and keep it as `worker.fake`."""
+    agent = worker._link._receiver._agent
+    fake = ControlledReads(agent._native)
+    worker.fake = agent._native = fake
+    return fake
+
+
+class RecordedAgent:
+    """A NIXL agent that notes what was asked of it; answers are the real ones.
+
+    What differs between two runs without meaning anything is left out: addresses are counted from
+    the lowest of their list, handles and agents are numbered, polls are not noted.
+    """
+
+    NAMED = ("add_remote_agent", "make_prepped_xfer", "prep_xfer_dlist")
+    POLLS = ("check_xfer_state", "get_new_notifs", "get_xfer_telemetry")
+
+    def __init__(self, *arguments: Any) -> None:
+        self._native = nixl_agent(*arguments)
+        self._names: dict[Any, str] = {}
+        self.calls: list[list[Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._native, name)
+        if not callable(value) or name in self.POLLS:
+            return value
+        return self._recorder(name, value)
+
+    def _recorder(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            answer = call(*arguments, **options)
+            noted = [self._plain(item) for item in arguments]
+            noted += [[key, self._plain(item)] for key, item in sorted(options.items())]
+            self.calls.append([name, *noted])
+            if name in self.NAMED:
+                # Overwritten, never kept: a handle may come back at the address of a freed one.
+                count = sum(call[0] == name for call in self.calls)
+                self._names[_key(answer)] = f"{name}#{count}"
+            return answer
+
+        return recorded
+
+    def _plain(self, item: Any) -> Any:
+        if isinstance(item, bytes):
+            # A notice is "<request id>:<consumers>"; anything else is NIXL's own.
+            return "..." + item[-2:].decode() if item[-2:-1] == b":" else "bytes"
+        if isinstance(item, np.ndarray) and item.ndim == 2:
+            relative = item.copy()
+            relative[:, 0] -= relative[:, 0].min()
+            return relative.tolist()
+        if isinstance(item, np.ndarray):
+            return item.tolist()
+        if isinstance(item, list) and item and isinstance(item[0], tuple):
+            first = min(row[0] for row in item)
+            return [[row[0] - first, *row[1:]] for row in item]
+        if _key(item) in self._names:
+            return self._names[_key(item)]
+        return item if isinstance(item, (str, int, bool, list, type(None))) else "object"
+
+
+def _key(item: Any) -> Any:
+    return item if isinstance(item, (str, int)) else id(item)
+
+
+def record_all() -> None:
+    """Let every agent that vLLM makes from now on be a recorded one."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    base_worker.NixlWrapper = RecordedAgent

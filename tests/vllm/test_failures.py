@@ -1,0 +1,256 @@
+"""Peers that die, reads that fail or never end, aborts, and leases that run out.
+
+What makes rare timings happen is a fake before real NIXL (fakes.py); everything else is real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.vllm.checks import Colocated, checked_hand_over, page_shape
+from tests.vllm.client import EngineProcess, free_port
+from tests.vllm.model import ModelShape
+from tests.vllm.pair import Pair, kvpd_transfer, pair_options, prompts
+
+SHAPE = ModelShape(kv_heads=2, head_dim=64)
+BLOCK = 16
+PAGES = page_shape(SHAPE, BLOCK)
+
+
+def pair_of(model: Path, directory: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
+    options = pair_options(
+        model,
+        "standard",
+        "shuffled",
+        kvpd_transfer("kv_producer", **prefill),
+        kvpd_transfer("kv_consumer", page_format_conversion=True, **decode),
+    )
+    return Pair(*options, directory)
+
+
+def evaluate(engine: EngineProcess, source: str) -> Any:
+    return engine.call("evaluate", source=f"worker = engine.connector_worker()\n{source}")
+
+
+def control(engine: EngineProcess, **settings: object) -> None:
+    """Set attributes of the fake."""
+    lines = [f"worker.fake.{name} = {value!r}" for name, value in settings.items()]
+    evaluate(engine, "\n".join(lines))
+
+
+def free_blocks(engine: EngineProcess) -> int:
+    pool = "engine.scheduler.kv_cache_manager.block_pool"
+    return int(evaluate(engine, f"result = {pool}.get_num_free_blocks()"))
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    model_of: Callable[[ModelShape], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("failures")
+    with pair_of(model_of(SHAPE), directory, {}, {}) as pair:
+        evaluate(pair.decode, "from tests.vllm import fakes; fakes.install(worker)")
+        yield pair
+
+
+def test_aborted_in_flight_keeps_its_blocks_until_the_read_has_ended(
+    pair: Pair, colocated: Colocated, tmp_path: Path
+) -> None:
+    batch = prompts(2, blocks=3, block_size=BLOCK, seed=1)
+    idle = free_blocks(pair.decode)
+    (request,) = pair.prefill_only(batch[:1])
+    control(pair.decode, withhold=True)
+    pair.decode.call("submit", requests=[request])
+    until(lambda: free_blocks(pair.decode) < idle)
+    until(lambda: bool(evaluate(pair.decode, "result = worker._link.num_live_pages")))
+    held = free_blocks(pair.decode)
+    internal = evaluate(pair.decode, "result = list(worker._recving_metadata)")
+    pair.decode.call("abort", ids=[request["id"]])
+    time.sleep(0.3)
+    # Something may still write them: neither free nor forgotten.
+    assert free_blocks(pair.decode) == held
+    assert evaluate(pair.decode, "result = list(worker._recving_metadata)") == internal
+    control(pair.decode, withhold=False)
+    until(lambda: free_blocks(pair.decode) == idle)
+    # The blocks serve the next request.
+    expected = colocated(SHAPE, BLOCK, batch[1:])
+    checked_hand_over(pair, batch[1:], expected, PAGES, tmp_path)
+
+
+def test_a_failed_read_is_never_converted_and_its_blocks_are_invalid(
+    pair: Pair, colocated: Colocated, tmp_path: Path
+) -> None:
+    batch = prompts(2, blocks=3, block_size=BLOCK, seed=2)
+    idle = free_blocks(pair.decode)
+    requests = pair.prefill_only(batch[:1])
+    before = pair.decode.call("metrics")
+    control(pair.decode, fail=True, refuse_release=True)
+    notices = evaluate(pair.decode, "result = len(worker.fake.notices)")
+    pair.decode.call("submit", requests=requests)
+    until(lambda: free_blocks(pair.decode) < idle)
+    time.sleep(0.3)
+    # Failed, but its handle cannot be released: DMA may go on, so the blocks are still taken.
+    assert free_blocks(pair.decode) < idle
+    control(pair.decode, refuse_release=False)
+    done = pair.decode.wait([requests[0]["id"]])
+    assert done[requests[0]["id"]]["finish_reason"] == "error"
+    until(lambda: free_blocks(pair.decode) == idle)
+    control(pair.decode, fail=False)
+    after = pair.decode.call("metrics")
+    assert (
+        after["vllm:nixl_num_failed_transfers_total"]
+        > (before["vllm:nixl_num_failed_transfers_total"])
+    )
+    key = "vllm:kvpd_pages_converted_total"
+    assert after[key] == before[key]
+    # A failed request sends no release notice.
+    assert evaluate(pair.decode, "result = len(worker.fake.notices)") == notices
+    expected = colocated(SHAPE, BLOCK, batch[1:])
+    checked_hand_over(pair, batch[1:], expected, PAGES, tmp_path)
+
+
+def test_a_request_is_not_ready_before_it_is_converted(pair: Pair, tmp_path: Path) -> None:
+    """While a conversion runs the request is in flight, for the scheduler and for clean-up."""
+    (request,) = pair.prefill_only(prompts(1, blocks=3, block_size=BLOCK, seed=3))
+    evaluate(
+        pair.decode,
+        """
+from kvpd.convert import ConversionQueue
+class Pending:
+    finished = False
+    def done(self):
+        return Pending.finished
+worker.pending, worker.submit = Pending, ConversionQueue.submit
+def submit(queue, *arguments):
+    worker.submit(queue, *arguments)
+    return Pending()
+ConversionQueue.submit = submit
+""",
+    )
+    pair.decode.call("submit", requests=[request])
+    until(lambda: evaluate(pair.decode, "result = worker._link.num_live_pages") > 0)
+    time.sleep(0.3)
+    state = evaluate(
+        pair.decode,
+        f"""
+engine_id = next(iter(worker._remote_agents))
+result = dict(
+    outputs=engine.outputs.get({request["id"]!r}),
+    received=len(engine.scheduler.finished_recving_kv_req_ids),
+    busy=engine_id in worker._engines_with_inflight_transfers(),
+    notices=[n.decode() for n in worker.fake.notices],
+)
+""",
+    )
+    assert state["outputs"] is None
+    assert state["received"] == 0
+    assert state["busy"], "clean-up would take the peer away"
+    remote = request["kv_transfer_params"]["remote_request_id"]
+    assert f"{remote}:1" not in state["notices"], "the prefill was told too early"
+    evaluate(pair.decode, "worker.pending.finished = True")
+    pair.decode.wait([request["id"]])
+    notices = evaluate(pair.decode, "result = [n.decode() for n in worker.fake.notices]")
+    assert notices.count(f"{remote}:1") == 1
+    evaluate(
+        pair.decode,
+        "from kvpd.convert import ConversionQueue\nConversionQueue.submit = worker.submit",
+    )
+
+
+def test_the_prefill_dies_before_the_read(pair: Pair, colocated: Colocated, tmp_path: Path) -> None:
+    """Last of the pair's tests: the peer is connected, its process is gone."""
+    requests = pair.prefill_only(prompts(1, blocks=3, block_size=BLOCK, seed=4))
+    pair.prefill.kill()
+    before = pair.decode.pages(tmp_path)
+    pair.decode.call("submit", requests=requests)
+    done = pair.decode.wait([requests[0]["id"]], seconds=90)
+    assert done[requests[0]["id"]]["finish_reason"] == "error"
+    assert np.array_equal(pair.decode.pages(tmp_path), before)
+
+
+def test_dead_before_the_handshake_is_recomputed(
+    model_of: Callable[[ModelShape], Path], colocated: Colocated, tmp_path: Path
+) -> None:
+    batch = prompts(1, blocks=3, block_size=BLOCK, seed=5)
+    expected = colocated(SHAPE, BLOCK, batch)
+    decode = {"kv_load_failure_policy": "recompute"}
+    with pair_of(model_of(SHAPE), tmp_path, {}, decode) as pair:
+        requests = pair.prefill_only(batch)
+        pair.prefill.kill()
+        result = pair.decode_only(requests)
+    assert list(result.tokens.values()) == expected
+
+
+def test_a_lease_that_ran_out_is_not_read(
+    model_of: Callable[[ModelShape], Path], colocated: Colocated, tmp_path: Path
+) -> None:
+    batch = prompts(3, blocks=3, block_size=BLOCK, seed=6)
+    expected = colocated(SHAPE, BLOCK, batch[2:])
+    lease = {"kv_lease_duration": 18}
+    with pair_of(model_of(SHAPE), tmp_path, lease, lease) as pair:
+        late, slow = pair.prefill_only(batch[:1]), pair.prefill_only(batch[1:2])
+        evaluate(pair.decode, "from tests.vllm import fakes; fakes.install(worker)")
+        before = pair.decode.call("metrics")
+        # Connected and reading in time, but the read ends after the deadline.
+        control(pair.decode, withhold=True)
+        pair.decode.call("submit", requests=slow)
+        until(lambda: evaluate(pair.decode, "result = worker._link.num_live_pages") > 0)
+        time.sleep(18)
+        control(pair.decode, withhold=False)
+        done = pair.decode.wait([slow[0]["id"]])
+        assert done[slow[0]["id"]]["finish_reason"] == "error"
+        # Asked for after the deadline: not even begun.
+        pair.decode.call("submit", requests=late)
+        done = pair.decode.wait([late[0]["id"]])
+        assert done[late[0]["id"]]["finish_reason"] == "error"
+        assert "the lease of its remote blocks has run out" in pair.decode.log
+        after = pair.decode.call("metrics")
+        key = "vllm:kvpd_pages_converted_total"
+        assert after[key] == before[key]
+        assert after["vllm:nixl_num_kv_expired_reqs_total"] >= 1
+        checked_hand_over(pair, batch[2:], expected, PAGES, tmp_path)
+
+
+def test_a_prefill_that_comes_back_at_its_address(
+    model_of: Callable[[ModelShape], Path], colocated: Colocated, tmp_path: Path
+) -> None:
+    """The new engine is judged and read; what was prepared for the old one is let go."""
+    batch = prompts(2, blocks=2, block_size=BLOCK, seed=8)
+    expected = colocated(SHAPE, BLOCK, batch)
+    port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    prefill_options, decode_options = pair_options(
+        model_of(SHAPE),
+        "standard",
+        "shuffled",
+        kvpd_transfer("kv_producer"),
+        kvpd_transfer("kv_consumer", page_format_conversion=True),
+    )
+    prefill_options = replace(prefill_options, environment=port)
+    with Pair(prefill_options, decode_options, tmp_path) as pair:
+        checked_hand_over(pair, batch, expected, PAGES, tmp_path)
+        old = evaluate(pair.decode, "result = list(worker._remote_agents)")
+        pair.prefill.close()
+        pair.prefill = EngineProcess("prefill", prefill_options, tmp_path)
+        with pair.prefill:
+            checked_hand_over(pair, batch, expected, PAGES, tmp_path)
+            pair.hand_over(prompts(1, blocks=2, block_size=BLOCK, seed=9))
+        known = evaluate(
+            pair.decode, "result = [list(worker._remote_agents), list(worker._link._peers)]"
+        )
+    assert len(known[0]) == 1
+    assert known[0] == known[1]
+    assert not set(old) & set(known[0])

@@ -1,0 +1,37 @@
+"""What an engine refuses to start with, and says so in one line that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.client import EngineError, EngineOptions, EngineProcess
+from tests.vllm.model import ModelShape
+from tests.vllm.pair import kvpd_transfer
+
+SHAPE = ModelShape(kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"page_format_conversion": "yes"}, "page_format_conversion is 'yes'; expected true"),
+        # The longest request, 512 tokens, has 32 blocks of 3 layers x 8192 bytes.
+        ({"slab_bytes": 100_000, "page_format_conversion": True}, "give it 786432"),
+        # Stock would permute shuffled pages as if they were [H, N, C].
+        ({"enable_permute_local_kv": True}, "enable_permute_local_kv is True; kvpd needs false"),
+    ],
+)
+def test_refused_at_startup(
+    extra: dict[str, Any], message: str, model_of: Callable[[ModelShape], Path], tmp_path: Path
+) -> None:
+    options = EngineOptions(
+        model_of(SHAPE), "shuffled", transfer=kvpd_transfer("kv_consumer", **extra)
+    )
+    engine = EngineProcess("decode", options, tmp_path)
+    with engine, pytest.raises(EngineError) as caught:
+        _ = engine.facts
+    assert message in str(caught.value)
