@@ -31,7 +31,7 @@ lint: $(BUILT)
 	cargo clippy --quiet --workspace --all-targets -- -D warnings
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/ruff check --quiet .
-	$(BIN)/lint-imports --no-cache --config pyproject.toml
+	$(BIN)/lint-imports --no-cache
 
 ## types: mypy --strict, and the stub against the compiled module
 types: $(BUILT)

@@ -43,7 +43,8 @@ class FakeHoldingAgent(Agent):
 
     def add_peer(self, metadata: bytes) -> str:
         name = super().add_peer(metadata)
-        self.peers.append(name)
+        if name not in self.peers:  # NIXL knows an agent once, however often it is told
+            self.peers.append(name)
         return name
 
     def remove_peer(self, peer: str) -> None:

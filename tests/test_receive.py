@@ -6,6 +6,7 @@ What the caches must hold comes from the demo's oracle, which knows none of kvpd
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -518,6 +519,18 @@ def test_a_peer_is_added_once_and_can_come_back(make: Maker, placement: str) -> 
         bench.start(A, peer)
     assert caught.value.code == "unknown-peer"
     bench.start(A, bench.receiver.add_peer(bench.handshake))
+    assert isinstance(bench.run()[0], Ready)
+    bench.check(A)
+
+
+def test_an_agent_belongs_to_one_peer(make: Maker, placement: str) -> None:
+    """A second peer of one agent's name, when it goes, would take the first one with it."""
+    bench = make(placement)
+    peer = bench.receiver.add_peer(bench.handshake)
+    with pytest.raises(TransferError) as caught:
+        bench.receiver.add_peer(replace(bench.handshake, engine_id="somebody else"))
+    assert caught.value.code == "duplicate-agent"
+    bench.start(A, peer)
     assert isinstance(bench.run()[0], Ready)
     bench.check(A)
 

@@ -113,6 +113,34 @@ def test_a_carrier_with_our_key_still_decodes_for_those_who_do_not_know_it() -> 
     assert caught.value.code == "duplicate-key"
 
 
+def test_a_later_version_may_have_no_body_at_all() -> None:
+    with pytest.raises(WireVersionError):
+        wire.decode(msgspec.msgpack.encode({"kvpd": msgspec.msgpack.encode({"version": 2})}))
+    with pytest.raises(WireError) as caught:
+        wire.decode(msgspec.msgpack.encode({"kvpd": msgspec.msgpack.encode({"version": 1})}))
+    assert not isinstance(caught.value, WireVersionError)
+
+
+def test_the_proofs_a_message_can_ask_for_are_bounded_together() -> None:
+    sent = body()
+    large = dict(sent["formats"][0], plane_bytes=[wire.MAX_FORMAT_BYTES])
+    sent["formats"] = [large, large]
+    with pytest.raises(WireError) as caught:
+        wire.decode(packed(sent))
+    assert (caught.value.code, caught.value.field) == (
+        "too-many-format-bytes",
+        "formats[1].plane_bytes",
+    )
+
+
+def test_planes_must_be_named_beside_a_format() -> None:
+    sent = body()
+    sent["regions"][0]["planes"] = []
+    with pytest.raises(WireError) as caught:
+        wire.decode(packed(sent))
+    assert (caught.value.code, caught.value.field) == ("planes", "regions[0].planes")
+
+
 def test_unknown_fields_are_ignored_at_every_level() -> None:
     extra = {"of a later release": [1, {"deeper": None}], "x": 1.5}
     sent = body()

@@ -126,7 +126,12 @@ class Agent:
         if not verbose and "NIXL_LOG_LEVEL" not in os.environ:
             logging.getLogger("nixl").setLevel(logging.WARNING)
         with _translated("create", _native_errors(api)):
-            config = api.nixl_agent_config(backends=list(backends), capture_telemetry=telemetry)
+            # Handshakes run beside the thread that polls.
+            config = api.nixl_agent_config(
+                backends=list(backends),
+                capture_telemetry=telemetry,
+                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            )
             native = api.nixl_agent(name, config)
         # NIXL only warns about a backend whose plugin is missing; without one nothing can be read.
         missing = [backend for backend in backends if backend not in native.backends]

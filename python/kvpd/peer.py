@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,6 +77,7 @@ def connect(
     handshake: Handshake,
     verdict: Verdict,
     slab: Slab | None,
+    known_agents: Collection[str],
 ) -> Peer:
     """Prepare an accepted peer. On an error nothing of the peer stays registered.
 
@@ -87,11 +88,12 @@ def connect(
         handshake: what the peer published.
         verdict: the accepted verdict over the two.
         slab: where raw pages land; None for in place. Equal formats never pass through it.
+        known_agents: NIXL agents of connected peers.
 
     Raises:
         RefusedError: the verdict is no acceptance.
         PlanError, ConversionError: the pair cannot be planned or converted.
-        TransferError: NIXL refuses the peer or its rows.
+        TransferError: NIXL refuses the peer or its rows, or its agent is another peer's.
     """
     remote = handshake.description
     if verdict.kind == "convert":
@@ -105,6 +107,8 @@ def connect(
             target = slab.regions(source)
             raw = Pages.of(verdict.source, target, [slab.tensor])
         conversion = prepare(raw, pages)
+        # Here, on the handshake: the first request must not wait for a compiler.
+        conversion.warm_up()
     elif verdict.kind == "identical":
         source, target, conversion, slab = list(remote.regions), local.regions, None, None
     else:
@@ -112,6 +116,15 @@ def connect(
     max_blocks = local.num_blocks if slab is None else slab.num_pages(source)
     plan = TransferPlan(target, source)
     name = agent.add_peer(handshake.nixl_metadata)
+    if name in known_agents:
+        # Removed with this peer, it would be gone for the other one too.
+        raise TransferError(
+            f"NIXL agent {name} belongs to a connected peer",
+            code="duplicate-agent",
+            field="nixl_metadata",
+            got=name,
+            expected="an agent of its own",
+        )
     prepared: list[Rows] = []
     try:
         prepared.append(agent.prepare_local(plan.local_rows, plan.local_memory))

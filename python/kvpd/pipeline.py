@@ -104,7 +104,10 @@ class Pipeline:
         if request.transfer is not None:
             counted = self._agent.telemetry(request.transfer)
             request.count(None if counted is None else counted.num_descriptors)
-        if conversion is not None and self._queue is not None:
+        if conversion is not None:
+            if self._queue is None:
+                self.fail(request, "conversion-failed", "no queue to convert on")
+                return
             # A conversion in place must not run twice. Whatever escapes from here leaves the
             # request failed, never in a state in which the next call would submit it again.
             request.state = State.DRAINING
@@ -114,6 +117,8 @@ class Pipeline:
                 request.completion = self._queue.submit(conversion, raw_ids, request.runs.local_ids)
             except KvpdError as error:
                 request.failure = ("conversion-failed", str(error))
+                if error.code == "device-failed" and request.peer.slab is not None:
+                    request.peer.slab.lose(f"a conversion may still run: {error}")
                 return
             request.failure = None
         request.state = State.CONVERTING

@@ -8,6 +8,7 @@ A request's blocks belong to the receiver from `Receiver.start` until its outcom
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpd._kvpd import EngineDescription, negotiate, runs
+from kvpd._kvpd import EngineDescription, Verdict, negotiate, runs
 from kvpd.convert import ConversionQueue, Pages
 from kvpd.errors import PlanError, RefusedError, TransferError
 from kvpd.nixl import Agent
@@ -104,6 +105,7 @@ class Receiver:
                 self._slab = Slab(agent, description.regions, slab_pages, device)
         self._pipeline = Pipeline(agent, queue, clock)
         self._peers: dict[tuple[str, int], Peer] = {}
+        self._adding = threading.Lock()
         self._live: dict[str, Request] = {}
         self._busy_blocks: set[int] = set()
         self._outcomes: list[Outcome] = []
@@ -132,6 +134,10 @@ class Receiver:
             logger.warning("%s: %s %s", warning.code, warning.field, warning.remedy)
         if handshake is None:
             raise TransferError("an untagged peer published no regions", code="untagged-peer")
+        with self._adding:
+            return self._add(handshake, verdict)
+
+    def _add(self, handshake: Handshake, verdict: Verdict) -> Peer:
         key = (handshake.engine_id, handshake.description.facts.tp_rank)
         if key in self._peers:
             raise TransferError(
@@ -140,7 +146,15 @@ class Receiver:
                 field="engine_id",
                 got=key[0],
             )
-        peer = connect(self._agent, self._description, self._pages, handshake, verdict, self._slab)
+        peer = connect(
+            self._agent,
+            self._description,
+            self._pages,
+            handshake,
+            verdict,
+            self._slab,
+            [known.agent_name for known in list(self._peers.values())],
+        )
         self._peers[key] = peer
         return peer
 
@@ -184,7 +198,7 @@ class Receiver:
                 field="request_id",
                 got=request_id,
             )
-        if peer.is_leaving or all(peer is not known for known in self._peers.values()):
+        if peer.is_leaving or all(peer is not known for known in list(self._peers.values())):
             raise TransferError(
                 f"peer {peer.engine_id} is not connected",
                 code="unknown-peer",

@@ -31,6 +31,8 @@ KEY = "kvpd"
 MAX_BYTES = 8 << 20
 MAX_REGIONS = 4096
 MAX_FORMATS = 64
+# Bytes of one page of each format, together.
+MAX_FORMAT_BYTES = 1 << 24
 
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -114,7 +116,8 @@ class _Body(_Wire, frozen=True):
 
 class _Envelope(_Wire, frozen=True):
     version: int
-    body: msgspec.Raw
+    # Optional to the decoder: another version may have no body, and is to be told so.
+    body: msgspec.Raw = msgspec.Raw()
 
 
 class _Carrier(_Wire, frozen=True):
@@ -211,6 +214,17 @@ def decode_tag(tag: bytes) -> Handshake:
             expected=WIRE_VERSION,
         )
     body = _decode(_Body, bytes(envelope.body), "kvpd.body")
+    # A format is proved element by element: what a message can ask for is bounded as a whole.
+    proof_bytes = 0
+    for at, format in enumerate(body.formats):
+        proof_bytes += sum(format.plane_bytes)
+        if proof_bytes > MAX_FORMAT_BYTES:
+            raise _error(
+                "too-many-format-bytes",
+                f"formats[{at}].plane_bytes",
+                str(proof_bytes),
+                f"at most {MAX_FORMAT_BYTES} up to here",
+            )
     formats = [_format_from_wire(format, at) for at, format in enumerate(body.formats)]
     regions = [_region_from_wire(region, formats, at) for at, region in enumerate(body.regions)]
     with _Named("facts"):
@@ -271,7 +285,7 @@ def _region_from_wire(wire: _Region, formats: list[PageFormat], at: int) -> Regi
             wire.block_bytes,
             wire.block_stride_bytes,
             format=None if wire.format is None else formats[wire.format],
-            planes=[PlaneSpan(**msgspec.structs.asdict(span)) for span in wire.planes] or None,
+            planes=[PlaneSpan(**msgspec.structs.asdict(span)) for span in wire.planes],
             layers=wire.layers,
             memory=wire.memory,
             device=wire.device,

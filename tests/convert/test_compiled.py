@@ -98,7 +98,9 @@ def _order_complaints(fact: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("other", [False, True], ids=["installed", "3.6.0"])
 def test_every_kernel(other: bool) -> None:
     if other and not OTHER_TRITON.is_dir():
-        pytest.skip(f"NOT CHECKED WITH TRITON 3.6.0: no {OTHER_TRITON}, make triton-3.6.0 gets it")
+        pytest.skip(
+            f"NOT CHECKED WITH TRITON 3.6.0: no {OTHER_TRITON}, make target/triton-3.6.0 gets it"
+        )
     result = compiled(other)
     assert len(result["facts"]) == 72
     assert (result["triton"] == "3.6.0") == other

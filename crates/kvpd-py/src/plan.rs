@@ -55,9 +55,19 @@ impl TransferPlan {
         self.0.remote_memory().name()
     }
 
-    fn descriptor_ids<'py>(&self, py: Python<'py>, runs: &Runs) -> CoreResult<IdArrays<'py>> {
-        let (local, remote) = py.detach(|| self.0.descriptor_ids(&runs.0))?;
-        Ok((local.into_pyarray(py), remote.into_pyarray(py)))
+    fn descriptor_ids<'py>(&self, py: Python<'py>, runs: &Runs) -> PyResult<IdArrays<'py>> {
+        let count = self.0.num_descriptors(&runs.0).map_err(CoreError::from)?;
+        let count = usize::try_from(count)?;
+        // numpy's memory, written in place: its allocator asks for huge pages, which for millions of
+        // ids matters more than the additions.
+        let arrays = (PyArray1::zeros(py, count, false), PyArray1::zeros(py, count, false));
+        {
+            let (mut local, mut remote) = (arrays.0.try_readwrite()?, arrays.1.try_readwrite()?);
+            let (local, remote) = (local.as_slice_mut()?, remote.as_slice_mut()?);
+            py.detach(|| self.0.write_descriptor_ids(&runs.0, local, remote))
+                .map_err(CoreError::from)?;
+        }
+        Ok(arrays)
     }
 
     fn num_descriptors(&self, runs: &Runs) -> CoreResult<u64> {

@@ -127,7 +127,8 @@ pub(crate) struct LayerGroup {
     pub(crate) regions: Vec<usize>,
 }
 
-/// Facts and regions of one rank, proved to fit together.
+/// Facts and regions of one rank, each proved by itself. They are not compared with each other: a
+/// verdict compares facts with the peer's facts, and formats and regions with the peer's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineDescription {
     facts: EngineFacts,

@@ -130,8 +130,28 @@ impl TransferPlan {
     /// # Errors
     /// A block is outside the rows; there are more descriptors than int32 ids can name.
     pub fn descriptor_ids(&self, runs: &Runs) -> Result<(Vec<i32>, Vec<i32>), PlanError> {
-        self.num_descriptors(runs)?;
-        Ok((self.local.ids(runs.local_ids())?, self.remote.ids(runs.remote_ids())?))
+        let count = self.num_ids(runs)?;
+        let (mut local, mut remote) = (vec![0; count], vec![0; count]);
+        self.write_descriptor_ids(runs, &mut local, &mut remote)?;
+        Ok((local, remote))
+    }
+
+    /// [`Self::descriptor_ids`] into memory of the caller, [`Self::num_descriptors`] long on each side.
+    ///
+    /// # Errors
+    /// As there; also when a side has another length. What was written then is meaningless.
+    pub fn write_descriptor_ids(
+        &self,
+        runs: &Runs,
+        local: &mut [i32],
+        remote: &mut [i32],
+    ) -> Result<(), PlanError> {
+        let count = self.num_ids(runs)?;
+        if local.len() != count || remote.len() != count {
+            return Err(PlanError::LengthMismatch { local: local.len(), remote: remote.len() });
+        }
+        self.local.write_ids(runs.local_ids(), local)?;
+        self.remote.write_ids(runs.remote_ids(), remote)
     }
 
     /// Descriptors before merging: rows x pages.
@@ -139,11 +159,13 @@ impl TransferPlan {
     /// # Errors
     /// More than int32 ids can name.
     pub fn num_descriptors(&self, runs: &Runs) -> Result<u64, PlanError> {
+        let count = self.num_ids(runs)?;
+        u64::try_from(count).map_err(|_| PlanError::TooManyDescriptors)
+    }
+
+    fn num_ids(&self, runs: &Runs) -> Result<usize, PlanError> {
         let count = self.local.rows.len().checked_mul(runs.num_pages());
-        count
-            .and_then(|count| i32::try_from(count).ok())
-            .map(|count| count.unsigned_abs().into())
-            .ok_or(PlanError::TooManyDescriptors)
+        count.filter(|&count| i32::try_from(count).is_ok()).ok_or(PlanError::TooManyDescriptors)
     }
 
     /// Descriptors after NIXL merged neighbours: one per run where both rows are dense, else one per page.
@@ -189,18 +211,20 @@ impl Side {
         Ok(())
     }
 
-    fn ids(&self, blocks: &[i32]) -> Result<Vec<i32>, PlanError> {
+    /// Writes the ids of `blocks` in every row; `ids` is rows x blocks long.
+    fn write_ids(&self, blocks: &[i32], ids: &mut [i32]) -> Result<(), PlanError> {
         let outside = |block: &&i32| block.unsigned_abs() >= self.num_blocks;
         if let Some(block) = blocks.iter().find(outside) {
             let (side, num_blocks) = (self.name, self.num_blocks);
             return Err(PlanError::NoSuchBlock { side, block: block.unsigned_abs(), num_blocks });
         }
-        let mut ids = Vec::with_capacity(blocks.len().saturating_mul(self.bases.len()));
-        for &base in &self.bases {
-            // base + block < base + the row's blocks, which was proved to fit.
-            ids.extend(blocks.iter().map(|&block| base.wrapping_add(block)));
+        for (&base, row) in self.bases.iter().zip(ids.chunks_exact_mut(blocks.len().max(1))) {
+            for (id, &block) in row.iter_mut().zip(blocks) {
+                // base + block < base + the row's blocks, which was proved to fit.
+                *id = base.wrapping_add(block);
+            }
         }
-        Ok(ids)
+        Ok(())
     }
 }
 

@@ -72,7 +72,8 @@ impl BlockId {
 
 /// Heads, tokens or channels of one component.
 pub const MAX_EXTENT: u32 = 1 << 16;
-/// Bytes of one page. The proof of a format visits every element, so this bounds its time (about 20 ms).
+/// Bytes of one page. The proof of a format visits every element, so this bounds its time: a fraction
+/// of a second for the largest page of single bytes.
 pub const MAX_PAGE_BYTES: u64 = 1 << 24;
 /// Planes of one page, and components of one format.
 pub const MAX_PLANES: usize = 16;

@@ -66,10 +66,15 @@ class Conversion(ABC):
         """Convert; the ids are checked and not empty."""
 
     def warm_up(self) -> None:
-        """Do now what first calls would do late (compile, load), by converting one padding id."""
+        """Do now what first calls would do late (compile, load), by converting one padding id.
+
+        Waits for it, so that calls on any stream may follow.
+        """
         for dtype in _ID_DTYPES:
             ids = torch.full((1,), -1, dtype=dtype, device=self.target.device)
             self(ids, ids)
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
 
     def _check_ids(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
         device = self.target.device

@@ -83,8 +83,8 @@ class ConversionQueue:
             target_ids: [pages] int32; in place, the same ids.
 
         Raises:
-            ConversionError: ids beyond the pages, unequal lengths, another device, or a device
-                error.
+            ConversionError: ids beyond the pages, unequal lengths, or another device. Nothing runs.
+                With code "device-failed": the device cannot say any more whether something runs.
         """
         self._check(conversion, source_ids, target_ids)
         if self.device.type == "cpu":
@@ -95,8 +95,20 @@ class ConversionQueue:
             return Completion(None)
         if not source_ids.size:
             return Completion(None)
+        completion: Completion | None = None
         try:
-            return self._enqueue(conversion, source_ids, target_ids)
+            completion = self._enqueue(conversion, source_ids, target_ids)
+        except RuntimeError as error:
+            raise device_error(self.device, error) from error
+        finally:
+            if completion is None:
+                # Kernels of earlier parts may run: whoever sees the error frees what they read.
+                self._wait()
+        return completion
+
+    def _wait(self) -> None:
+        try:
+            self._stream.synchronize()
         except RuntimeError as error:
             raise device_error(self.device, error) from error
 
