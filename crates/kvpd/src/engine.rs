@@ -123,7 +123,7 @@ pub(crate) struct LayerGroup {
     pub(crate) format: Option<PageFormat>,
     /// In page order, neighbours that are also neighbours in the block joined; empty when untagged.
     pub(crate) held: Vec<Held>,
-    /// The plane spans region by region, for comparing how two sides hold a page.
+    /// Indices of its regions, in the order published.
     pub(crate) regions: Vec<usize>,
 }
 

@@ -37,12 +37,6 @@ def of_walk(plan, index, walk, name):
 
 
 @triton.constexpr_function
-def of_plan(plan, name):
-    """A field of the plan."""
-    return getattr(plan, name)
-
-
-@triton.constexpr_function
 def num_components(plan):
     """Components of a page."""
     return len(plan.components)
