@@ -115,17 +115,8 @@ def test_rows_are_address_bytes_device_stride_count() -> None:
     assert plan.page_bytes_all_layers == 3 * 2 * half
 
 
-def test_a_slab_holds_whole_pages_layer_after_layer() -> None:
-    source = cache(STANDARD, "LBHNC")
-    size = kvpd.slab_bytes(source, num_pages=8)
-    assert size == 3 * 8 * 8192
-    slab = kvpd.slab_regions(source, address=1 << 30, num_pages=8)
-    assert [region.address - (1 << 30) for region in slab] == [0, 8 * 8192, 16 * 8192]
-    assert all(region.is_dense and region.format == STANDARD for region in slab)
-    runs = kvpd.staged_ids([20, 5, 19, 4, 18])
-    assert runs.local_ids.tolist() == [0, 1, 2, 3, 4]
-    assert runs.remote_ids.tolist() == [4, 5, 18, 19, 20]
-    assert kvpd.TransferPlan(slab, source).num_merged_descriptors(runs) == 6
+def test_bytes_of_a_slab() -> None:
+    assert kvpd.slab_bytes(cache(STANDARD, "LBHNC"), num_pages=8) == 3 * 8 * 8192
 
 
 def test_runs_are_a_sequence() -> None:

@@ -12,15 +12,22 @@ from numpy.typing import NDArray
 
 from kvpd.words import Interior as _Interior
 from kvpd.words import Memory as _Memory
+from kvpd.words import Order as _Order
+from kvpd.words import Placement as _Placement
 
 __all__ = [
+    "Chunk",
     "Component",
+    "DescriptorRows",
     "EngineDescription",
     "EngineFacts",
+    "LinkModel",
     "PageFormat",
     "PlaneSpan",
+    "Planner",
     "Reason",
     "Region",
+    "RequestPlan",
     "Run",
     "Runs",
     "TransferPlan",
@@ -30,8 +37,6 @@ __all__ = [
     "negotiate",
     "runs",
     "slab_bytes",
-    "slab_regions",
-    "staged_ids",
 ]
 
 __version__: str
@@ -357,11 +362,13 @@ def negotiate(
     *,
     convert: bool = False,
     require_tagged: bool = False,
+    converters: Sequence[tuple[PageFormat, PageFormat]] = (),
 ) -> Verdict:
     """Judge a pair from the reader's side: may `local` read `remote`'s pages?
 
-    `remote` is None for a peer that published nothing of kvpd's (untagged). A pair that does not
-    fit raises nothing: that is a refusal with every reason.
+    `remote` is None for a peer that published nothing of kvpd's (untagged). `converters` are pairs
+    (remote, local) that a backend converts itself: with `convert` they are in scope whatever their
+    components are. A pair that does not fit raises nothing: that is a refusal with every reason.
     """
 
 @final
@@ -403,19 +410,32 @@ def runs(
     twice on one side; `TypeError` for anything but integers.
     """
 
-def staged_ids(remote_ids: Sequence[int] | NDArray[np.integer[Any]]) -> Runs:
-    """Runs into slab pages 0, 1, 2, ... in ascending order of the remote ids: the fewest runs.
+@final
+class DescriptorRows:
+    """Descriptor rows of both sides, to prepare once. A row is (address, bytes, device, stride,
+    count) with the region's own stride, as NIXL's strided lists take it, [rows, 5]; the ids of row
+    r are ``base + block``, bases being cumulative counts.
 
-    Raises like `runs`.
+    In place, row r is what one region on each side has in common of one layer's page. Staged, all
+    layers share the slab's row (one for each part of a page, where the peer holds it in several
+    regions). Which ids belong together is `RequestPlan.descriptor_ids`.
     """
+
+    @property
+    def local_rows(self) -> NDArray[np.uint64]: ...
+    @property
+    def remote_rows(self) -> NDArray[np.uint64]: ...
+    @property
+    def local_memory(self) -> _Memory: ...
+    @property
+    def remote_memory(self) -> _Memory: ...
 
 @final
 class TransferPlan:
     """Descriptor rows for reading pages raw from `source` into `target`.
 
     Byte i of a page of `source` lands at byte i of a page of `target`, planes counted one after
-    another. `target` is the local cache itself (placement in place, per page) or a slab that holds
-    pages of the source's format (placement staged, see `slab_regions`).
+    another: placement in place, per page.
 
     A row is what one region on each side has in common of one layer's page; row r is read from
     row r.
@@ -450,18 +470,166 @@ class TransferPlan:
         A run is one descriptor where both rows have stride == bytes, else one per page.
         """
 
-def slab_regions(
-    source: Sequence[Region],
-    *,
-    address: int,
-    num_pages: int,
-    memory: _Memory = "dram",
-    device: int = 0,
-) -> tuple[Region, ...]:
-    """A dense slab for `num_pages` raw pages of every layer of `source`.
-
-    One region per layer, layer after layer, from `address`; `slab_bytes` long in all.
-    """
-
 def slab_bytes(source: Sequence[Region], *, num_pages: int) -> int:
     """Bytes a slab of `num_pages` pages needs."""
+
+@final
+class LinkModel:
+    """What a transfer costs. A READ takes `seconds_per_chunk`, `seconds_per_descriptor` for each
+    descriptor left after NIXL merged neighbours, and its bytes at `bytes_per_second`, or at
+    `merged_bytes_per_second` where some were merged (in host memory that can be slower).
+
+    Numbers not given are those of `memory`: "vram" between two H200s over NVLink, "dram" between
+    two processes of one host; `merged_bytes_per_second` is `bytes_per_second` where only that is
+    given. Raises `PlanError` for a number that is not finite or not above 0.
+    """
+
+    def __new__(
+        cls,
+        memory: _Memory = "vram",
+        *,
+        bytes_per_second: float | None = None,
+        merged_bytes_per_second: float | None = None,
+        seconds_per_descriptor: float | None = None,
+        seconds_per_chunk: float | None = None,
+        convert_bytes_per_second: float | None = None,
+        direct_bytes_per_second: float | None = None,
+    ) -> LinkModel: ...
+    @property
+    def bytes_per_second(self) -> float: ...
+    @property
+    def merged_bytes_per_second(self) -> float: ...
+    @property
+    def seconds_per_descriptor(self) -> float: ...
+    @property
+    def seconds_per_chunk(self) -> float:
+        """A READ and a launch, however small."""
+    @property
+    def convert_bytes_per_second(self) -> float:
+        """Bytes of pages converted per second."""
+    @property
+    def direct_bytes_per_second(self) -> float:
+        """Bytes of pages per second when the conversion itself reads the peer's memory."""
+    @property
+    def best_descriptor_bytes(self) -> float:
+        """Length at which a descriptor runs at four fifths of `bytes_per_second`."""
+    def __eq__(self, other: object, /) -> bool: ...
+
+@final
+class Chunk:
+    """What one READ moves (one launch, where nothing is read): `num_layers` layers from
+    `first_layer` in the order of the local cache, `num_pages` pages from `first_page` in run order.
+    """
+
+    @property
+    def first_layer(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def first_page(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Planner:
+    """Plans one peer's requests: once per peer what is possible and how the slab is cut, per
+    request what is fastest.
+
+    `slab` is registered memory for raw pages: its registered extent, from its address, is cut into
+    at most `num_slots` equal slots. A slot has room for `group_layers` consecutive layers of
+    `slot_pages` pages, laid out [layer position][page] densely. Without a slab nothing is staged.
+    `direct` says that the conversion can read the peer's memory, `in_place` that raw pages may land
+    in the cache. `max_pages` are the pages per layer of the largest request.
+
+    Raises `PlanError`: the sides do not belong together, as in `TransferPlan`; no placement is
+    possible; the slab does not hold a page, or pages of the layers differ in size; a count is 0.
+    """
+
+    def __new__(
+        cls,
+        target: Sequence[Region],
+        source: Sequence[Region],
+        *,
+        link: LinkModel,
+        max_pages: int,
+        slab: Region | None = None,
+        num_slots: int = 4,
+        direct: bool = False,
+        in_place: bool = True,
+    ) -> Planner: ...
+    @property
+    def placements(self) -> list[_Placement]:
+        """The placements to choose from."""
+    @property
+    def converts(self) -> bool:
+        """Whether the peer's pages have another format than the local ones."""
+    @property
+    def group_layers(self) -> int:
+        """Layers of a chunk; group g is layers [g*group_layers, (g+1)*group_layers). 0: no slab."""
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def slot_pages(self) -> int:
+        """Pages per layer for which a slot has room. 0: no slab."""
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def slot_stride_pages(self) -> int:
+        """Pages from one slot to the next. It depends on the slab, `num_slots` and the page's
+        bytes only, so peers with pages of one size share the slots of one slab."""
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+    def rows(self, placement: _Placement) -> DescriptorRows:
+        """Descriptor rows to prepare once, "in_place" or "staged". Raises `PlanError` for a
+        placement that is not possible.
+        """
+    def slab_regions(self, group: int) -> tuple[Region, ...]:
+        """The slab as raw pages of one group of layers, one region per layer: page p of slot s is
+        block ``s*slot_stride_pages + p`` of each. Raises `PlanError` for no such group or no slab.
+        """
+    def plan(self, runs: Runs) -> RequestPlan:
+        """The placement and order with the least predicted time, and the chunks.
+
+        Raises `PlanError`: more than `max_pages` pages; a block outside a side; more descriptors
+        than int32 ids can name.
+        """
+    def explain(self) -> str:
+        """What was fixed for this peer, in words."""
+
+@final
+class RequestPlan:
+    """How one request moves. Its chunks tile layers x pages exactly once."""
+
+    @property
+    def placement(self) -> _Placement: ...
+    @property
+    def order(self) -> _Order:
+        """Of the descriptors of a READ: "by_row", or "by_page" so that neighbours do not merge."""
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Direct and in place: one, the whole request. None for a request without pages."""
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_descriptors(self) -> int:
+        """Before merging, of all chunks; 0 for direct."""
+    @property
+    def num_merged_descriptors(self) -> int:
+        """After NIXL (>= 1.5) merged neighbours."""
+    @property
+    def predicted_seconds(self) -> float:
+        """Of reading and converting."""
+    def descriptor_ids(
+        self, chunk: int, slot: int = 0
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(local ids, remote ids) of chunk number `chunk`, read into slot `slot` when staged.
+
+        Raises `PlanError` for no such chunk or slot, and for a direct request.
+        """
+    def explain(self) -> str:
+        """Each choice in words, with its predicted time and those that were not taken."""

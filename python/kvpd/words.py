@@ -7,3 +7,9 @@ Interior: TypeAlias = Literal["HNC", "NHC"]
 
 Memory: TypeAlias = Literal["dram", "vram"]
 """Kind of memory, as NIXL tells them apart."""
+
+Placement: TypeAlias = Literal["direct", "in_place", "staged"]
+"""Where the bytes of a peer's pages land before they are local pages."""
+
+Order: TypeAlias = Literal["by_row", "by_page"]
+"""Order of a READ's descriptors."""

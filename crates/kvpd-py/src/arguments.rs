@@ -2,7 +2,7 @@
 
 use kvpd::error::Detail;
 use kvpd::runs::Runs;
-use kvpd::{ElementType, Interior, Layout, Memory, PlanError, ShuffledV};
+use kvpd::{ElementType, Interior, Layout, Memory, Placement, PlanError, ShuffledV};
 use numpy::PyReadonlyArray1;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -56,6 +56,11 @@ words! {
     MemoryWord(Memory) "RegionError" "memory" {
         "dram" => Memory::Dram,
         "vram" => Memory::Vram,
+    }
+    PlacementWord(Placement) "PlanError" "placement" {
+        "direct" => Placement::Direct,
+        "in_place" => Placement::InPlace,
+        "staged" => Placement::Staged,
     }
 }
 
@@ -114,12 +119,6 @@ pub(crate) fn pair(
 ) -> Result<Runs, PlanError> {
     let (local, remote) = (local.widen(), remote.widen());
     py.detach(|| Runs::pair(&local, &remote))
-}
-
-/// Runs into slab pages 0, 1, 2, ...
-pub(crate) fn staged(py: Python<'_>, remote: &BlockIds<'_>) -> Result<Runs, PlanError> {
-    let remote = remote.widen();
-    py.detach(|| Runs::staged(&remote))
 }
 
 /// The core counts heads, tokens, devices and ranks in 32 bits and has limits far below; what does

@@ -5,6 +5,7 @@ mod engine;
 mod errors;
 mod format;
 mod plan;
+mod planner;
 mod region;
 mod runs;
 mod verdict;
@@ -18,11 +19,13 @@ mod _kvpd {
     #[pymodule_export]
     use crate::format::{Component, PageFormat, PlaneSpan};
     #[pymodule_export]
-    use crate::plan::{TransferPlan, slab_bytes, slab_regions};
+    use crate::plan::{DescriptorRows, TransferPlan, slab_bytes};
+    #[pymodule_export]
+    use crate::planner::{Chunk, LinkModel, Planner, RequestPlan};
     #[pymodule_export]
     use crate::region::{Region, cache_regions};
     #[pymodule_export]
-    use crate::runs::{Run, Runs, runs, staged_ids};
+    use crate::runs::{Run, Runs, runs};
     #[pymodule_export]
     use crate::verdict::{Reason, Verdict, negotiate};
 

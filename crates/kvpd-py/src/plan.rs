@@ -1,40 +1,21 @@
-//! `TransferPlan`, `slab_regions`, `slab_bytes`.
+//! `DescriptorRows`, `TransferPlan`, `slab_bytes`.
 
-use kvpd::plan::{Row, TransferPlan as CorePlan};
-use kvpd::{Address, Memory};
+use kvpd::{DescriptorRows as CoreRows, Row, TransferPlan as CorePlan};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
-use crate::arguments::{MemoryWord, narrow};
 use crate::errors::{CoreError, CoreResult};
-use crate::region::{Region, core_regions, region_tuple};
+use crate::region::{Region, core_regions};
 use crate::runs::Runs;
 
 /// Local and remote ids.
-type IdArrays<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
+pub(crate) type IdArrays<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
 
 #[pyclass(module = "kvpd", frozen)]
-pub(crate) struct TransferPlan(CorePlan);
+pub(crate) struct DescriptorRows(pub(crate) CoreRows);
 
 #[pymethods]
-impl TransferPlan {
-    #[new]
-    fn new(py: Python<'_>, target: Vec<Region>, source: Vec<Region>) -> CoreResult<Self> {
-        let (target, source) = (core_regions(target), core_regions(source));
-        Ok(Self(py.detach(|| CorePlan::new(&target, &source))?))
-    }
-
-    #[getter]
-    fn num_rows(&self) -> usize {
-        self.0.local_rows().len()
-    }
-
-    #[getter]
-    fn page_bytes_all_layers(&self) -> u64 {
-        self.0.page_bytes_all_layers()
-    }
-
+impl DescriptorRows {
     #[getter]
     fn local_rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<u64>>> {
         rows(py, self.0.local_rows())
@@ -53,6 +34,48 @@ impl TransferPlan {
     #[getter]
     fn remote_memory(&self) -> &'static str {
         self.0.remote_memory().name()
+    }
+}
+
+#[pyclass(module = "kvpd", frozen)]
+pub(crate) struct TransferPlan(CorePlan);
+
+#[pymethods]
+impl TransferPlan {
+    #[new]
+    fn new(py: Python<'_>, target: Vec<Region>, source: Vec<Region>) -> CoreResult<Self> {
+        let (target, source) = (core_regions(target), core_regions(source));
+        Ok(Self(py.detach(|| CorePlan::new(&target, &source))?))
+    }
+
+    #[getter]
+    fn num_rows(&self) -> usize {
+        self.0.rows().remote_rows().len()
+    }
+
+    #[getter]
+    fn page_bytes_all_layers(&self) -> u64 {
+        self.0.rows().page_bytes_all_layers()
+    }
+
+    #[getter]
+    fn local_rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<u64>>> {
+        rows(py, self.0.rows().local_rows())
+    }
+
+    #[getter]
+    fn remote_rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<u64>>> {
+        rows(py, self.0.rows().remote_rows())
+    }
+
+    #[getter]
+    fn local_memory(&self) -> &'static str {
+        self.0.rows().local_memory().name()
+    }
+
+    #[getter]
+    fn remote_memory(&self) -> &'static str {
+        self.0.rows().remote_memory().name()
     }
 
     fn descriptor_ids<'py>(&self, py: Python<'py>, runs: &Runs) -> PyResult<IdArrays<'py>> {
@@ -83,23 +106,6 @@ impl TransferPlan {
 fn rows<'py>(py: Python<'py>, rows: &[Row]) -> PyResult<Bound<'py, PyArray2<u64>>> {
     let flat: Vec<u64> = rows.iter().flat_map(|row| row.to_array()).collect();
     flat.into_pyarray(py).reshape([rows.len(), 5])
-}
-
-#[pyfunction]
-#[pyo3(signature = (source, *, address, num_pages, memory = MemoryWord(Memory::Dram), device = 0),
-    text_signature = "(source, *, address, num_pages, memory='dram', device=0)")]
-pub(crate) fn slab_regions<'py>(
-    py: Python<'py>,
-    source: Vec<Region>,
-    address: u64,
-    num_pages: u64,
-    memory: MemoryWord,
-    device: u64,
-) -> PyResult<Bound<'py, PyTuple>> {
-    let source = core_regions(source);
-    let (address, device) = (Address(address), narrow(device));
-    let regions = kvpd::slab_regions(&source, address, num_pages, memory.0, device);
-    region_tuple(py, regions.map_err(CoreError::from)?)
 }
 
 #[pyfunction]

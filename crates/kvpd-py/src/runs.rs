@@ -1,4 +1,4 @@
-//! `runs`, `staged_ids`, `Runs`, `Run`.
+//! `runs`, `Runs`, `Run`.
 
 use kvpd::runs::{Run as CoreRun, Runs as CoreRuns};
 use numpy::{PyArray1, ToPyArray};
@@ -6,7 +6,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
 
-use crate::arguments::{BlockIds, pair, staged};
+use crate::arguments::{BlockIds, pair};
 use crate::errors::CoreResult;
 
 #[pyclass(module = "kvpd", frozen, eq, hash, get_all)]
@@ -78,9 +78,4 @@ pub(crate) fn runs(
     remote_ids: BlockIds<'_>,
 ) -> CoreResult<Runs> {
     Ok(Runs(pair(py, &local_ids, &remote_ids)?))
-}
-
-#[pyfunction]
-pub(crate) fn staged_ids(py: Python<'_>, remote_ids: BlockIds<'_>) -> CoreResult<Runs> {
-    Ok(Runs(staged(py, &remote_ids)?))
 }

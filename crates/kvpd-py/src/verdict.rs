@@ -103,15 +103,20 @@ pub(crate) enum Side {
 }
 
 #[pyfunction]
-#[pyo3(signature = (local, remote, *, convert = false, require_tagged = false))]
+#[pyo3(
+    signature = (local, remote, *, convert = false, require_tagged = false, converters = Vec::new()),
+    text_signature = "(local, remote, *, convert=False, require_tagged=False, converters=())"
+)]
 pub(crate) fn negotiate(
     py: Python<'_>,
     local: Side,
     remote: Option<Side>,
     convert: bool,
     require_tagged: bool,
+    converters: Vec<(PageFormat, PageFormat)>,
 ) -> PyResult<Verdict> {
-    let policy = Policy { convert, require_tagged };
+    let converters: Vec<_> = converters.into_iter().map(|(from, to)| (from.0, to.0)).collect();
+    let policy = Policy { convert, require_tagged, converters: &converters };
     match (local, remote) {
         (Side::Engine(local), remote) => {
             let local = &local.get().0;

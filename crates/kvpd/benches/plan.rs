@@ -1,4 +1,5 @@
-//! Descriptor ids and run detection, with numpy's broadcast add as the reference in the same run.
+//! Planning requests, descriptor ids and run detection, with numpy's broadcast add as the reference of
+//! the ids in the same run.
 //!
 //! `cargo bench` prints nanoseconds per id for each size (regions x blocks); the reference needs a
 //! Python with numpy (`KVPD_PYTHON`, else the project's `.venv`, else `python3`).
@@ -10,9 +11,11 @@ use std::path::Path;
 use std::process::Command;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
+use kvpd::planner::{Options, Planner};
 use kvpd::region::{CacheMemory, Strided, Tag};
 use kvpd::{
-    Address, ElementType, Interior, Memory, PageFormat, Region, Runs, TransferPlan, family::Shape,
+    Address, ElementType, Interior, LinkModel, Memory, PageFormat, Rates, Region, Runs,
+    TransferPlan, family::Shape,
 };
 
 /// (regions, blocks) of one request.
@@ -85,7 +88,60 @@ fn main() {
         }
     }
     group.finish();
+    planning(&mut criterion);
     numpy_reference();
+}
+
+/// One request from block ids to a plan: pairing and sorting, the choice, the chunks; and then the
+/// ids of all its chunks into memory that is kept.
+fn planning(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("planner");
+    for num_blocks in [1_usize, 256, 2048] {
+        let total = 8192;
+        let regions = regions(36, total);
+        let slab_bytes = 1 << 30;
+        let slab = Strided {
+            address: Address(1 << 44),
+            num_blocks: 1,
+            block_bytes: slab_bytes,
+            block_stride_bytes: slab_bytes,
+            extent_bytes: None,
+            memory: Memory::Vram,
+            device: 0,
+        };
+        let options = Options {
+            link: LinkModel::new(Rates::of(Memory::Vram)).unwrap(),
+            max_pages: 2048,
+            slab: Some(Region::new(slab, None, Vec::new()).unwrap()),
+            num_slots: 4,
+            direct: false,
+            in_place: false,
+        };
+        let planner = Planner::new(&regions, &regions, options).unwrap();
+        let local = scrambled(num_blocks, total, 2_654_435_761);
+        let remote = scrambled(num_blocks, total, 40_503);
+        group.bench_function(BenchmarkId::new("plan", format!("36x{num_blocks}")), |bencher| {
+            bencher.iter(|| {
+                let runs = Runs::pair(black_box(&local), black_box(&remote)).unwrap();
+                black_box(planner.plan(&runs).unwrap())
+            });
+        });
+        let plan = planner.plan(&Runs::pair(&local, &remote).unwrap()).unwrap();
+        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+        let slots = planner.slots().unwrap().num_slots();
+        group.bench_function(BenchmarkId::new("all_ids", format!("36x{num_blocks}")), |bencher| {
+            bencher.iter(|| {
+                for (chunk, slot) in (0..plan.chunks().len()).zip((0..slots).cycle()) {
+                    let count = planner.num_chunk_ids(&plan, chunk).unwrap();
+                    ours.resize(count, 0);
+                    theirs.resize(count, 0);
+                    planner.write_chunk_ids(&plan, chunk, slot, &mut ours, &mut theirs).unwrap();
+                    black_box((&ours, &theirs));
+                }
+            });
+        });
+    }
+    group.finish();
 }
 
 /// The broadcast add that stock connectors use, timed by numpy itself.

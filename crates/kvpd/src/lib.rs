@@ -3,7 +3,8 @@
 //!
 //! The data flow is the module order: [`format`] (the interior of a page) and [`layout`] (the order of
 //! a cache in memory) make [`region`]s; regions and facts make an [`engine`] description; two
-//! descriptions make a [`verdict`]; block ids make [`runs`]; runs and regions make a [`plan`].
+//! descriptions make a [`verdict`]; block ids make [`runs`]; runs and regions make a [`plan`]; a
+//! [`planner`] chooses among plans by what the [`link`] costs.
 //!
 //! Numbers come from peers and are hostile. Everything is checked at construction with checked
 //! arithmetic; a value that exists is valid, and look-ups on it do not fail. Nothing here panics, does
@@ -16,10 +17,15 @@ pub mod error;
 pub mod family;
 pub mod format;
 pub mod layout;
+pub mod link;
 pub mod plan;
+pub mod planner;
 pub mod reason;
 pub mod region;
+pub mod request;
+pub mod rows;
 pub mod runs;
+pub mod slots;
 pub mod units;
 pub mod verdict;
 
@@ -30,9 +36,14 @@ pub use error::{DescriptionError, Explain, FormatError, PlanError, RegionError};
 pub use family::{Interior, ShuffledV};
 pub use format::{PageFormat, PlaneSpan};
 pub use layout::Layout;
-pub use plan::{TransferPlan, slab_bytes, slab_regions};
+pub use link::{LinkModel, Rates};
+pub use plan::{DescriptorRows, TransferPlan, slab_bytes};
+pub use planner::{Placement, Planner};
 pub use reason::{Code, Reason};
 pub use region::{Memory, Region, cache_regions};
+pub use request::{Chunk, RequestPlan};
+pub use rows::{Order, Row};
 pub use runs::{Run, Runs};
+pub use slots::Slots;
 pub use units::{Address, BlockId, Bytes};
 pub use verdict::{Outcome, Policy, Verdict, negotiate, negotiate_formats};

@@ -1,106 +1,111 @@
-//! Transfer plans: descriptor rows once per peer, descriptor ids once per request.
+//! Transfer plans: descriptor rows once per peer, descriptor ids once per READ.
 //!
 //! Bytes are moved raw: byte i of a page on the remote side lands at byte i of the page on the local
 //! side, planes counted one after another. Where that is decides the placement: in the cache itself (in
-//! place, per page: a standard page fills the K block and then the V block), or in a slab of pages in
-//! the remote's format (staged). Both are the same overlap of two ways to hold a page.
+//! place, per page: a standard page fills the K block and then the V block), or in slots of a slab, as
+//! pages in the remote's format (staged). Both are the same overlap of two ways to hold a page.
 
 use std::collections::HashMap;
 
 use crate::engine::{Held, LayerGroup, group_layers};
 use crate::error::PlanError;
-use crate::region::{Memory, Region, Strided, Tag};
+use crate::region::{Memory, Region};
+use crate::rows::{Landing, Order, Part, Read, Row, Side};
 use crate::runs::Runs;
-use crate::units::{Address, Bytes};
+use crate::slots::Slots;
+use crate::units::Bytes;
 
-/// One descriptor row as NIXL's strided lists take it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Row {
-    /// First byte of block 0's part.
-    pub address: u64,
-    /// Bytes of the part.
-    pub num_bytes: u64,
-    /// Number of the device.
-    pub device: u64,
-    /// Bytes from one block's part to the next.
-    pub stride_bytes: u64,
-    /// Blocks.
-    pub num_blocks: u64,
-}
-
-impl Row {
-    /// Whether NIXL (1.5 and later) merges consecutive ids of this row.
-    pub const fn is_dense(&self) -> bool {
-        self.num_bytes == self.stride_bytes
-    }
-
-    /// The five numbers in NIXL's order: address, length, device, stride, count.
-    pub const fn to_array(self) -> [u64; 5] {
-        [self.address, self.num_bytes, self.device, self.stride_bytes, self.num_blocks]
-    }
-}
-
-/// The rows of one side and the id of each row's block 0.
+/// The descriptor rows of both sides: what is prepared once per peer and placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Side {
-    name: &'static str,
-    memory: Memory,
-    rows: Vec<Row>,
-    /// Cumulative counts: regions may differ in their number of blocks.
-    bases: Vec<i32>,
-    /// Blocks that every row has.
-    num_blocks: u32,
-}
-
-/// How pages travel from a peer's regions into local ones.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TransferPlan {
+pub struct DescriptorRows {
     local: Side,
     remote: Side,
+    /// Of each layer, in the target's order.
+    parts: Vec<Vec<Part>>,
     page_bytes_all_layers: u64,
 }
 
-impl TransferPlan {
-    /// Plans raw reads of `source`'s pages into `target`.
-    ///
-    /// # Errors
-    /// A side has an untagged region, or does not hold its pages exactly once; layers or page sizes
-    /// differ; a side mixes kinds of memory; the rows have more blocks than int32 ids can name.
-    pub fn new(target: &[Region], source: &[Region]) -> Result<Self, PlanError> {
-        let ours = tagged_groups("local", target)?;
-        let theirs = tagged_groups("remote", source)?;
-        let by_name: HashMap<&[String], &LayerGroup> =
-            theirs.iter().map(|group| (group.layers.as_slice(), group)).collect();
-        let unmatched =
-            theirs.iter().find(|group| !ours.iter().any(|our| our.layers == group.layers));
-        let mut local = Side::new("local", target)?;
-        let mut remote = Side::new("remote", source)?;
-        let mut page_bytes_all_layers = 0_u64;
-        let missing = |group: &LayerGroup| PlanError::Layers {
-            layer: group.layers.first().cloned().unwrap_or_default(),
-        };
-        if let Some(group) = unmatched {
-            return Err(missing(group));
-        }
-        for group in &ours {
-            let peer = by_name.get(group.layers.as_slice()).ok_or_else(|| missing(group))?;
-            let bytes =
-                |held: &[Held]| held.last().map_or(0, |last| last.page_start + last.num_bytes);
-            let (here, there) = (bytes(&group.held), bytes(&peer.held));
-            if here != there {
-                let layer = group.layers.first().cloned().unwrap_or_default();
-                return Err(PlanError::PageBytes { layer, local: here, remote: there });
+impl DescriptorRows {
+    /// Rows for raw reads of `source`'s pages into `target`.
+    fn in_place(target: &[Region], source: &[Region]) -> Result<Self, PlanError> {
+        let mut plan = Self::empty(target, source)?;
+        for (ours, theirs) in matched(target, source)? {
+            let mut parts = Vec::new();
+            for (ours, theirs) in overlaps(&ours.held, &theirs.held) {
+                parts.push(plan.part(target, ours, source, theirs)?);
             }
-            page_bytes_all_layers = page_bytes_all_layers.saturating_add(here);
-            for (ours, theirs) in overlaps(&group.held, &peer.held) {
-                local.push(target, ours)?;
-                remote.push(source, theirs)?;
-            }
+            plan.add_layer(parts, &theirs);
         }
-        Ok(Self { local, remote, page_bytes_all_layers })
+        Ok(plan)
     }
 
-    /// Rows of this side, one per row of the remote side.
+    /// Rows for raw reads of `source`'s pages into slots of `slab`, layers in the order of `target`.
+    ///
+    /// Every layer position of every slot is a page of the slab, so one local row serves all layers:
+    /// page p at layer position j of slot s is block `s*stride_pages + j*slot_pages + p`.
+    ///
+    /// # Errors
+    /// As [`TransferPlan::new`]; also when pages of layers differ in size.
+    pub(crate) fn staged(
+        target: &[Region],
+        source: &[Region],
+        slab: &Region,
+        slots: &Slots,
+    ) -> Result<Self, PlanError> {
+        let pages = [slots.view(slab, 0, None, Vec::new())?];
+        let mut plan = Self::empty(&pages, source)?;
+        let mut known: HashMap<(u64, u64), i32> = HashMap::new();
+        for (ours, theirs) in matched(target, source)? {
+            let got = page_bytes(&theirs);
+            if got != slots.page_bytes() {
+                let layer = ours.layers.first().cloned().unwrap_or_default();
+                let expected = slots.page_bytes();
+                return Err(PlanError::UnequalPages { layer, got, expected });
+            }
+            let mut parts = Vec::new();
+            for &held in &theirs.held {
+                let Held { page_start, num_bytes, .. } = held;
+                let in_slab = Held { page_start, num_bytes, region: 0, block_offset: page_start };
+                let base = known.get(&(page_start, num_bytes)).copied();
+                let local_base = match base {
+                    Some(base) => base,
+                    None => plan.local.push(&pages, in_slab)?,
+                };
+                known.insert((page_start, num_bytes), local_base);
+                let remote_base = plan.remote.push(source, held)?;
+                let merges = num_bytes == slots.page_bytes() && plan.remote.last_is_dense();
+                parts.push(Part { local_base, remote_base, merges });
+            }
+            plan.add_layer(parts, &theirs);
+        }
+        Ok(plan)
+    }
+
+    fn empty(target: &[Region], source: &[Region]) -> Result<Self, PlanError> {
+        let (local, remote) = (Side::new("local", target)?, Side::new("remote", source)?);
+        Ok(Self { local, remote, parts: Vec::new(), page_bytes_all_layers: 0 })
+    }
+
+    fn part(
+        &mut self,
+        target: &[Region],
+        ours: Held,
+        source: &[Region],
+        theirs: Held,
+    ) -> Result<Part, PlanError> {
+        let local_base = self.local.push(target, ours)?;
+        let remote_base = self.remote.push(source, theirs)?;
+        let merges = self.local.last_is_dense() && self.remote.last_is_dense();
+        Ok(Part { local_base, remote_base, merges })
+    }
+
+    fn add_layer(&mut self, parts: Vec<Part>, theirs: &LayerGroup) {
+        self.parts.push(parts);
+        self.page_bytes_all_layers = self.page_bytes_all_layers.saturating_add(page_bytes(theirs));
+    }
+
+    /// Rows of this side. Read in place, one per row of the remote side; staged, one for all layers
+    /// (or one for each part of a page, where the peer holds it in several regions).
     pub fn local_rows(&self) -> &[Row] {
         &self.local.rows
     }
@@ -125,6 +130,42 @@ impl TransferPlan {
         self.page_bytes_all_layers
     }
 
+    /// Parts of each layer, in the target's order.
+    pub(crate) fn parts(&self) -> &[Vec<Part>] {
+        &self.parts
+    }
+
+    /// Refuses blocks outside the rows of both sides.
+    fn check(&self, runs: &Runs) -> Result<(), PlanError> {
+        self.local.check(runs.local_ids())?;
+        self.remote.check(runs.remote_ids())
+    }
+}
+
+/// How pages travel from a peer's regions into local ones, block to block: in place, per page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TransferPlan(DescriptorRows);
+
+impl TransferPlan {
+    /// Plans raw reads of `source`'s pages into `target`.
+    ///
+    /// # Errors
+    /// A side has an untagged region, or does not hold its pages exactly once; layers or page sizes
+    /// differ; a side mixes kinds of memory; the rows have more blocks than int32 ids can name.
+    pub fn new(target: &[Region], source: &[Region]) -> Result<Self, PlanError> {
+        DescriptorRows::in_place(target, source).map(Self)
+    }
+
+    /// The rows: row r of this side is read from row r of the peer.
+    pub const fn rows(&self) -> &DescriptorRows {
+        &self.0
+    }
+
+    /// Refuses blocks outside the rows of both sides.
+    pub(crate) fn check(&self, runs: &Runs) -> Result<(), PlanError> {
+        self.0.check(runs)
+    }
+
     /// Descriptor ids (local, remote), row by row, pages in run order.
     ///
     /// # Errors
@@ -139,7 +180,7 @@ impl TransferPlan {
     /// [`Self::descriptor_ids`] into memory of the caller, [`Self::num_descriptors`] long on each side.
     ///
     /// # Errors
-    /// As there; also when a side has another length. What was written then is meaningless.
+    /// As there; also when a side has another length.
     pub fn write_descriptor_ids(
         &self,
         runs: &Runs,
@@ -150,8 +191,9 @@ impl TransferPlan {
         if local.len() != count || remote.len() != count {
             return Err(PlanError::LengthMismatch { local: local.len(), remote: remote.len() });
         }
-        self.local.write_ids(runs.local_ids(), local)?;
-        self.remote.write_ids(runs.remote_ids(), remote)
+        self.check(runs)?;
+        self.read(runs).write(local, remote);
+        Ok(())
     }
 
     /// Descriptors before merging: rows x pages.
@@ -164,71 +206,60 @@ impl TransferPlan {
     }
 
     fn num_ids(&self, runs: &Runs) -> Result<usize, PlanError> {
-        let count = self.local.rows.len().checked_mul(runs.num_pages());
-        count.filter(|&count| i32::try_from(count).is_ok()).ok_or(PlanError::TooManyDescriptors)
+        self.read(runs).num_ids().ok_or(PlanError::TooManyDescriptors)
     }
 
     /// Descriptors after NIXL merged neighbours: one per run where both rows are dense, else one per page.
     pub fn num_merged_descriptors(&self, runs: &Runs) -> u64 {
-        let count = |value: usize| u64::try_from(value).unwrap_or(u64::MAX);
-        let per_row = |(ours, theirs): (&Row, &Row)| {
-            let merges = ours.is_dense() && theirs.is_dense();
-            count(if merges { runs.len() } else { runs.num_pages() })
-        };
-        self.local.rows.iter().zip(&self.remote.rows).map(per_row).fold(0, u64::saturating_add)
+        self.read(runs).num_merged(runs.len())
+    }
+
+    /// One READ of all layers into the blocks themselves.
+    fn read<'a>(&'a self, runs: &'a Runs) -> Read<'a> {
+        let landing = Landing::Blocks(runs.local_ids());
+        Read { layers: &self.0.parts, landing, remote: runs.remote_ids(), order: Order::ByRow }
     }
 }
 
-impl Side {
-    fn new(name: &'static str, regions: &[Region]) -> Result<Self, PlanError> {
-        let memory = regions.first().map_or(Memory::Dram, Region::memory);
-        if regions.iter().any(|region| region.memory() != memory) {
-            return Err(PlanError::MixedMemory { side: name });
+/// Layers of the target with the same layers of the source, in the target's order.
+pub(crate) fn matched(
+    target: &[Region],
+    source: &[Region],
+) -> Result<Vec<(LayerGroup, LayerGroup)>, PlanError> {
+    let ours = tagged_groups("local", target)?;
+    let mut theirs: HashMap<Vec<String>, LayerGroup> = tagged_groups("remote", source)?
+        .into_iter()
+        .map(|group| (group.layers.clone(), group))
+        .collect();
+    let missing = |group: &LayerGroup| PlanError::Layers {
+        layer: group.layers.first().cloned().unwrap_or_default(),
+    };
+    let mut pairs = Vec::with_capacity(ours.len());
+    for group in ours {
+        let peer = theirs.remove(&group.layers).ok_or_else(|| missing(&group))?;
+        let (here, there) = (page_bytes(&group), page_bytes(&peer));
+        if here != there {
+            let layer = group.layers.first().cloned().unwrap_or_default();
+            return Err(PlanError::PageBytes { layer, local: here, remote: there });
         }
-        let num_blocks = regions.iter().map(Region::num_blocks).min().unwrap_or(0);
-        Ok(Self { name, memory, rows: Vec::new(), bases: Vec::new(), num_blocks })
+        pairs.push((group, peer));
     }
-
-    fn push(&mut self, regions: &[Region], part: Held) -> Result<(), PlanError> {
-        let Some(region) = regions.get(part.region) else { return Ok(()) };
-        let base =
-            self.bases.last().copied().zip(self.rows.last()).map_or(Some(0), |(base, row)| {
-                i32::try_from(row.num_blocks).ok().and_then(|blocks| base.checked_add(blocks))
-            });
-        let base = base.filter(|&base| {
-            i32::try_from(region.num_blocks())
-                .is_ok_and(|blocks| base.checked_add(blocks).is_some())
-        });
-        self.bases.push(base.ok_or(PlanError::TooManyDescriptors)?);
-        self.rows.push(Row {
-            // Inside block 0, which the region proved to exist.
-            address: region.address().get().saturating_add(part.block_offset),
-            num_bytes: part.num_bytes,
-            device: region.device().into(),
-            stride_bytes: region.block_stride_bytes(),
-            num_blocks: region.num_blocks().into(),
-        });
-        Ok(())
-    }
-
-    /// Writes the ids of `blocks` in every row; `ids` is rows x blocks long.
-    fn write_ids(&self, blocks: &[i32], ids: &mut [i32]) -> Result<(), PlanError> {
-        let outside = |block: &&i32| block.unsigned_abs() >= self.num_blocks;
-        if let Some(block) = blocks.iter().find(outside) {
-            let (side, num_blocks) = (self.name, self.num_blocks);
-            return Err(PlanError::NoSuchBlock { side, block: block.unsigned_abs(), num_blocks });
-        }
-        for (&base, row) in self.bases.iter().zip(ids.chunks_exact_mut(blocks.len().max(1))) {
-            for (id, &block) in row.iter_mut().zip(blocks) {
-                // base + block < base + the row's blocks, which was proved to fit.
-                *id = base.wrapping_add(block);
-            }
-        }
-        Ok(())
+    // Of several, the one first by name: an error must not differ from run to run.
+    match theirs.into_values().min_by(|a, b| a.layers.cmp(&b.layers)) {
+        Some(group) => Err(missing(&group)),
+        None => Ok(pairs),
     }
 }
 
-fn tagged_groups(side: &'static str, regions: &[Region]) -> Result<Vec<LayerGroup>, PlanError> {
+/// Bytes of a layer's page.
+fn page_bytes(group: &LayerGroup) -> u64 {
+    group.held.last().map_or(0, |last| last.page_start + last.num_bytes)
+}
+
+pub(crate) fn tagged_groups(
+    side: &'static str,
+    regions: &[Region],
+) -> Result<Vec<LayerGroup>, PlanError> {
     if regions.iter().any(|region| region.tag().is_none()) {
         return Err(PlanError::Untagged { side });
     }
@@ -260,7 +291,7 @@ fn overlaps(ours: &[Held], theirs: &[Held]) -> Vec<(Held, Held)> {
     parts
 }
 
-/// Bytes of a slab for `num_pages` pages of every layer of `source`.
+/// Bytes of `num_pages` pages of every layer of `source`.
 ///
 /// # Errors
 /// `source` has an untagged region or does not hold its pages exactly once; the size passes 2^64.
@@ -273,39 +304,4 @@ pub fn slab_bytes(source: &[Region], num_pages: u64) -> Result<u64, PlanError> {
         .try_fold(Bytes(0), |sum, format| sum.plus(Bytes(format.page_bytes())));
     let total = page_bytes.and_then(|bytes| bytes.times(num_pages));
     Ok(total.ok_or(overflow)?.get())
-}
-
-/// A dense slab for raw pages of `source`: one region per layer, layer after layer.
-///
-/// # Errors
-/// As [`slab_bytes`]; also when the slab cannot be described (no pages, addresses past 2^64).
-pub fn slab_regions(
-    source: &[Region],
-    address: Address,
-    num_pages: u64,
-    memory: Memory,
-    device: u32,
-) -> Result<Vec<Region>, PlanError> {
-    slab_bytes(source, num_pages)?;
-    let overflow = || crate::error::RegionError::Overflow { field: "slab address" };
-    let mut at = address;
-    let mut regions = Vec::new();
-    for group in tagged_groups("remote", source)? {
-        let Some(format) = group.format else { continue };
-        let page_bytes = format.page_bytes();
-        let strided = Strided {
-            address: at,
-            num_blocks: num_pages,
-            block_bytes: page_bytes,
-            block_stride_bytes: page_bytes,
-            extent_bytes: None,
-            memory,
-            device,
-        };
-        let layer_bytes = Bytes(page_bytes).times(num_pages).ok_or_else(overflow)?;
-        at = at.plus(layer_bytes).ok_or_else(overflow)?;
-        let tag = Tag { spans: format.whole_planes(), format };
-        regions.push(Region::new(strided, Some(tag), group.layers)?);
-    }
-    Ok(regions)
 }

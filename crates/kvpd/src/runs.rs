@@ -49,17 +49,6 @@ impl Runs {
         Ok(Self::merge(pairs.into_iter().map(|pair| (low(pair), high(pair)))))
     }
 
-    /// Runs into slab pages 0, 1, 2, ... in ascending order of the remote ids: as few as there can be.
-    ///
-    /// # Errors
-    /// An id is below 0 or past 2^31 - 1, or occurs twice.
-    pub fn staged<I: Copy + Into<i64>>(remote: &[I]) -> Result<Self, PlanError> {
-        let mut remotes = checked("remote", remote)?;
-        remotes.sort_unstable();
-        refuse_twice("remote", remotes.iter().copied())?;
-        Ok(Self::merge((0..).zip(remotes)))
-    }
-
     /// Merges pairs (local, remote) that are sorted by remote id and distinct.
     fn merge(pairs: impl Iterator<Item = (u32, u32)>) -> Self {
         let mut merged = Self::default();

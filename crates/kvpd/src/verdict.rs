@@ -15,11 +15,20 @@ use crate::region::Region;
 
 /// What the operator allows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Policy {
+pub struct Policy<'a> {
     /// Convert pages of another format, where the pair is in scope.
     pub convert: bool,
     /// Refuse peers that publish no page format, whatever the local format is.
     pub require_tagged: bool,
+    /// Pairs (remote, local) that a backend converts itself. They are in scope whatever their
+    /// components are: nothing is known about the map from one to the other.
+    pub converters: &'a [(PageFormat, PageFormat)],
+}
+
+impl Policy<'_> {
+    fn has_converter(self, local: &PageFormat, remote: &PageFormat) -> bool {
+        self.converters.iter().any(|(source, target)| (source, target) == (remote, local))
+    }
 }
 
 /// How a pair is served.
@@ -89,12 +98,9 @@ impl fmt::Display for Verdict {
 }
 
 /// Judges two formats alone; how regions hold their pages is not known here.
-pub fn negotiate_formats(local: &PageFormat, remote: &PageFormat, policy: Policy) -> Verdict {
-    let reasons = if local == remote {
-        Vec::new()
-    } else {
-        differing_formats(local, remote, policy).collect()
-    };
+pub fn negotiate_formats(local: &PageFormat, remote: &PageFormat, policy: Policy<'_>) -> Verdict {
+    let reasons =
+        if local == remote { Vec::new() } else { differing_formats(local, remote, policy) };
     Verdict::new(serve(local, remote), reasons)
 }
 
@@ -102,7 +108,7 @@ pub fn negotiate_formats(local: &PageFormat, remote: &PageFormat, policy: Policy
 pub fn negotiate(
     local: &EngineDescription,
     remote: Option<&EngineDescription>,
-    policy: Policy,
+    policy: Policy<'_>,
 ) -> Verdict {
     let Some(remote) = remote else { return untagged_peer(local, policy) };
     let mut reasons = Vec::new();
@@ -126,7 +132,7 @@ pub fn negotiate(
             if spans(local, ours) != spans(remote, theirs) {
                 hold(Code::PagesHeldDifferently);
             }
-        } else if is_enabled_pair(a, b) {
+        } else if is_enabled_pair(a, b) && !policy.has_converter(a, b) {
             if ours.held.len() != 2 || ours.regions.len() != 2 {
                 hold(Code::LocalHoldingOutOfScope);
             }
@@ -177,7 +183,7 @@ fn serve(local: &PageFormat, remote: &PageFormat) -> Outcome {
 
 /// Of an untagged peer only what stock knows is known: it may be taken at stock's word where the local
 /// pages are what stock assumes, never where they are not.
-fn untagged_peer(local: &EngineDescription, policy: Policy) -> Verdict {
+fn untagged_peer(local: &EngineDescription, policy: Policy<'_>) -> Verdict {
     let standard = local.groups().iter().all(|group| {
         let family = group.format.as_ref().and_then(PageFormat::family_of_map);
         matches!(family, Some(Family::Standard(_)))
@@ -283,11 +289,11 @@ fn shorten(names: &[&str], total: usize) -> String {
 }
 
 /// Why pages of one format cannot be turned into another.
-fn differing_formats<'a>(
-    local: &'a PageFormat,
-    remote: &'a PageFormat,
-    policy: Policy,
-) -> impl Iterator<Item = Reason> + use<'a> {
+fn differing_formats(local: &PageFormat, remote: &PageFormat, policy: Policy<'_>) -> Vec<Reason> {
+    let disabled = || Reason::new(Code::ConversionDisabled, local, remote);
+    if policy.has_converter(local, remote) {
+        return if policy.convert { Vec::new() } else { vec![disabled()] };
+    }
     let mut reasons = Vec::new();
     let names = |format: &PageFormat| {
         let names: Vec<_> = format.components().iter().map(|c| c.name().to_owned()).collect();
@@ -316,17 +322,16 @@ fn differing_formats<'a>(
     let one_family = families.0.is_some() && families.0 == families.1;
     let comparable = families.0.is_some() && families.1.is_some() || local.same_tensors(remote);
     if comparable && !one_family {
-        let pair = Reason::new(Code::PairOutOfScope, local, remote);
         if !policy.convert {
-            reasons.push(Reason { code: Code::ConversionDisabled, ..pair.clone() });
+            reasons.push(disabled());
         }
         if is_enabled_pair(local, remote) {
             scope_of_shape(local, remote, &mut reasons);
         } else {
-            reasons.push(pair);
+            reasons.push(Reason::new(Code::PairOutOfScope, local, remote));
         }
     }
-    reasons.into_iter()
+    reasons
 }
 
 /// The pairs of families that policy enables: standard pages into AITER shuffled ones.

@@ -9,6 +9,8 @@
 
 mod formats;
 mod golden;
+mod memory;
+mod planner;
 mod plans;
 mod regions;
 mod support;

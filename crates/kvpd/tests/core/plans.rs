@@ -2,131 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use crate::memory::{descriptors, merge, moved, page_addresses, random_cache};
 use crate::support::{cache, shuffle, standard};
-use kvpd::plan::Row;
+
 use kvpd::region::{Strided, Tag};
-use kvpd::{
-    Address, Layout, Memory, PageFormat, PlanError, PlaneSpan, Region, Run, Runs, TransferPlan,
-};
+use kvpd::{Address, Layout, Memory, PlanError, Region, Row, Run, Runs, TransferPlan};
 use proptest::prelude::*;
-
-/// (address, bytes) of each descriptor, in order, from rows and ids as NIXL understands them.
-fn descriptors(rows: &[Row], ids: &[i32]) -> Vec<(u64, u64)> {
-    let mut table = Vec::new();
-    for row in rows {
-        for block in 0..row.num_blocks {
-            table.push((row.address + block * row.stride_bytes, row.num_bytes));
-        }
-    }
-    ids.iter().map(|&id| table[usize::try_from(id).unwrap()]).collect()
-}
-
-/// NIXL's rule: neighbours in the list become one where ids follow each other on both sides and both rows are dense.
-fn merge(plan: &TransferPlan, local: &[i32], remote: &[i32]) -> Vec<(u64, u64, u64)> {
-    let row_of = |rows: &[Row], id: i32| {
-        let mut base = 0;
-        for (number, row) in rows.iter().enumerate() {
-            base += row.num_blocks;
-            if u64::try_from(id).unwrap() < base {
-                return (number, row.is_dense());
-            }
-        }
-        unreachable!()
-    };
-    let from = descriptors(plan.remote_rows(), remote);
-    let to = descriptors(plan.local_rows(), local);
-    let mut merged: Vec<(u64, u64, u64)> = Vec::new();
-    for at in 0..local.len() {
-        let ours = row_of(plan.local_rows(), local[at]);
-        let theirs = row_of(plan.remote_rows(), remote[at]);
-        let follows = at > 0
-            && local[at] == local[at - 1] + 1
-            && remote[at] == remote[at - 1] + 1
-            && row_of(plan.local_rows(), local[at - 1]) == ours
-            && row_of(plan.remote_rows(), remote[at - 1]) == theirs;
-        match merged.last_mut() {
-            Some(last) if follows && ours.1 && theirs.1 => last.2 += to[at].1,
-            _ => merged.push((to[at].0, from[at].0, to[at].1)),
-        }
-    }
-    merged
-}
-
-/// What each byte of a transfer is read from, by where it lands.
-fn moved(parts: &[(u64, u64, u64)]) -> Result<BTreeMap<u64, u64>, u64> {
-    let mut bytes = BTreeMap::new();
-    for &(to, from, len) in parts {
-        for byte in 0..len {
-            if bytes.insert(to + byte, from + byte).is_some() {
-                return Err(to + byte);
-            }
-        }
-    }
-    Ok(bytes)
-}
-
-/// Address of every byte of a page, in page order.
-fn page_addresses(regions: &[Region], layer: &str, block: u64) -> Vec<u64> {
-    let mut found = BTreeMap::new();
-    for region in regions.iter().filter(|region| region.layers() == [layer]) {
-        let tag = region.tag().unwrap();
-        let mut at = region.block_address(block).unwrap().get();
-        for span in &tag.spans {
-            let start = tag.format.plane_start(span.plane).unwrap() + span.start_bytes;
-            for byte in 0..span.num_bytes {
-                found.insert(start + byte, at);
-                at += 1;
-            }
-        }
-    }
-    found.into_values().collect()
-}
-
-/// A page cut into regions at random places, with gaps between blocks, regions in any order.
-fn random_cache(format: PageFormat) -> impl Strategy<Value = Vec<Region>> {
-    let cuts = prop::collection::vec((0_u32..2, 1_u64..1024), 0..4);
-    (cuts, prop::collection::vec(0_u64..3, 12), any::<bool>()).prop_map(
-        move |(cuts, gaps, turn)| {
-            let mut regions = Vec::new();
-            let mut address = 4096;
-            for (number, layer) in ["a", "b"].into_iter().enumerate() {
-                let mut spans = Vec::new();
-                for (plane, &bytes) in (0..).zip(format.plane_bytes()) {
-                    let mut at: Vec<u64> =
-                        cuts.iter().filter(|cut| cut.0 == plane).map(|cut| cut.1 % bytes).collect();
-                    at.extend([0, bytes]);
-                    at.sort_unstable();
-                    at.dedup();
-                    for pair in at.windows(2) {
-                        let (start_bytes, num_bytes) = (pair[0], pair[1] - pair[0]);
-                        spans.push(PlaneSpan { plane, start_bytes, num_bytes });
-                    }
-                }
-                if turn {
-                    spans.reverse();
-                }
-                // Two spans to a region, where there are enough.
-                for (index, spans) in spans.chunks(2).enumerate() {
-                    let block_bytes: u64 = spans.iter().map(|span| span.num_bytes).sum();
-                    let stride = block_bytes + 16 * gaps[(index + number) % gaps.len()];
-                    let strided = Strided {
-                        address: Address(address),
-                        num_blocks: 6,
-                        block_bytes,
-                        block_stride_bytes: stride,
-                        extent_bytes: None,
-                        memory: Memory::Dram,
-                        device: 0,
-                    };
-                    address += 6 * stride;
-                    let tag = Tag { format: format.clone(), spans: spans.to_vec() };
-                    regions.push(Region::new(strided, Some(tag), vec![layer.into()]).unwrap());
-                }
-            }
-            regions
-        },
-    )
-}
 
 fn some_blocks() -> impl Strategy<Value = Vec<i64>> {
     Just((0_i64..6).collect::<Vec<_>>()).prop_shuffle()
@@ -135,8 +16,8 @@ fn some_blocks() -> impl Strategy<Value = Vec<i64>> {
 proptest! {
     #[test]
     fn a_plan_tiles_the_destination_exactly_once(
-        target in random_cache(shuffle(1, 16, 16)),
-        source in random_cache(standard(1, 16, 16)),
+        target in random_cache(shuffle(1, 16, 16), &["a", "b"]),
+        source in random_cache(standard(1, 16, 16), &["a", "b"]),
         local in some_blocks(),
         remote in some_blocks(),
         count in 0_usize..6,
@@ -144,8 +25,8 @@ proptest! {
         let plan = TransferPlan::new(&target, &source).unwrap();
         let runs = Runs::pair(&local[..count], &remote[..count]).unwrap();
         let (local_ids, remote_ids) = plan.descriptor_ids(&runs).unwrap();
-        let to = descriptors(plan.local_rows(), &local_ids);
-        let from = descriptors(plan.remote_rows(), &remote_ids);
+        let to = descriptors(plan.rows().local_rows(), &local_ids);
+        let from = descriptors(plan.rows().remote_rows(), &remote_ids);
         let parts: Vec<_> = to.iter().zip(&from).map(|(to, from)| {
             assert_eq!(to.1, from.1);
             (to.0, from.0, to.1)
@@ -164,8 +45,8 @@ proptest! {
         prop_assert_eq!(&moved, &expected);
 
         // Merging changes how many descriptors there are, not one byte.
-        let merged = merge(&plan, &local_ids, &remote_ids);
-        prop_assert_eq!(self::moved(&merged).unwrap(), expected);
+        let merged = merge(plan.rows(), &local_ids, &remote_ids);
+        prop_assert_eq!(crate::memory::moved(&merged).unwrap(), expected);
         let predicted = plan.num_merged_descriptors(&runs);
         prop_assert_eq!(u64::try_from(merged.len()).unwrap(), predicted);
         let before = plan.num_descriptors(&runs).unwrap();
@@ -204,7 +85,6 @@ proptest! {
         if let Ok(runs) = Runs::pair(&local, &remote) {
             let _ = plan.descriptor_ids(&runs);
         }
-        let _ = Runs::staged(&remote);
     }
 }
 
@@ -216,8 +96,6 @@ fn descending_and_interleaved_ids_merge() {
     assert_eq!(found(&[9, 8, 7], [5, 4, 3].as_slice()), [run(7, 3, 3)]);
     assert_eq!(found(&[0, 8, 1, 9], &[10, 20, 11, 21]), [run(0, 10, 2), run(8, 20, 2)]);
     assert_eq!(found(&[], &[]), []);
-    let staged = Runs::staged(&[7_i64, 3, 4, 6, 5]).unwrap();
-    assert_eq!(staged.as_slice(), [run(0, 3, 5)]);
 }
 
 #[test]
@@ -267,7 +145,8 @@ fn ids_of_unequal_regions_are_cumulative() {
     let regions = [region(100, 2, "a"), region(1000, 3, "b")];
     let plan = TransferPlan::new(&regions, &regions).unwrap();
     let all: Vec<i32> = (0..5).collect();
-    let addresses: Vec<u64> = descriptors(plan.local_rows(), &all).iter().map(|d| d.0).collect();
+    let addresses: Vec<u64> =
+        descriptors(plan.rows().local_rows(), &all).iter().map(|d| d.0).collect();
     assert_eq!(addresses, [100, 116, 1000, 1016, 1032]);
     let runs = Runs::pair(&[1_i64, 0], &[0_i64, 1]).unwrap();
     assert_eq!(plan.descriptor_ids(&runs).unwrap(), (vec![1, 0, 3, 2], vec![0, 1, 2, 3]));
@@ -282,28 +161,16 @@ fn in_place_a_page_fills_the_k_block_and_then_the_v_block() {
     let rows = |rows: &[Row]| -> Vec<[u64; 5]> { rows.iter().map(|row| row.to_array()).collect() };
     let base = 1 << 20;
     assert_eq!(
-        rows(plan.local_rows()),
+        rows(plan.rows().local_rows()),
         [[base, half, 0, half, 32], [base + 32 * half, half, 0, half, 32]]
     );
     assert_eq!(
-        rows(plan.remote_rows()),
+        rows(plan.rows().remote_rows()),
         [[base, half, 0, 2 * half, 32], [base + half, half, 0, 2 * half, 32]]
     );
     let runs = Runs::pair(&[0_i64, 1, 2], &[4_i64, 5, 6]).unwrap();
     // The remote halves have gaps between them, so nothing merges.
     assert_eq!(plan.num_merged_descriptors(&runs), 6);
-}
-
-#[test]
-fn staged_whole_pages_merge_along_the_remote_runs() {
-    let source = cache(&standard(2, 16, 64), Layout::Lbhnc, 3);
-    assert_eq!(kvpd::slab_bytes(&source, 8), Ok(3 * 8 * 8192));
-    let slab = kvpd::slab_regions(&source, Address(1 << 30), 8, Memory::Dram, 0).unwrap();
-    let plan = TransferPlan::new(&slab, &source).unwrap();
-    let runs = Runs::staged(&[20_i64, 5, 19, 4, 18]).unwrap();
-    assert_eq!(plan.num_descriptors(&runs), Ok(15));
-    assert_eq!(plan.num_merged_descriptors(&runs), 6);
-    assert_eq!(plan.page_bytes_all_layers(), 3 * 8192);
 }
 
 #[test]

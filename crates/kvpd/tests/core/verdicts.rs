@@ -6,8 +6,8 @@ use kvpd::{
     Policy, Region, ShuffledV, Verdict, negotiate, negotiate_formats,
 };
 
-const CONVERT: Policy = Policy { convert: true, require_tagged: false };
-const PLAIN: Policy = Policy { convert: false, require_tagged: false };
+const CONVERT: Policy<'_> = Policy { convert: true, require_tagged: false, converters: &[] };
+const PLAIN: Policy<'_> = Policy { convert: false, require_tagged: false, converters: &[] };
 
 fn codes(verdict: &Verdict) -> Vec<Code> {
     verdict.reasons.iter().map(|reason| reason.code).collect()
@@ -298,6 +298,30 @@ fn equal_sizes_in_another_order_are_out_of_scope() {
     let mut found = codes(&negotiate_formats(&hnc, &nhc, PLAIN));
     found.sort_unstable_by_key(|code| *code != Code::PairOutOfScope);
     assert_eq!(found, both);
+}
+
+/// A backend's own converter: any map, so any components; everything else is judged as ever.
+#[test]
+fn a_backends_own_converter_brings_its_pair_into_scope() {
+    let own = standard(8, 16, 64);
+    let local = engine(&own, Layout::Lbhnc, 3);
+    let converters = [(standard(8, 16, 128), own.clone())];
+    let with = |convert| Policy { convert, require_tagged: false, converters: &converters };
+    let mut remote_facts = facts();
+    remote_facts.head_dim = local.facts().head_dim;
+    let remote = EngineDescription::new(remote_facts, prefill().regions().to_vec()).unwrap();
+    assert_eq!(codes(&negotiate(&local, Some(&remote), CONVERT)), [Code::HeadDim]);
+    let verdict = negotiate(&local, Some(&remote), with(true));
+    assert_eq!((verdict.kind(), codes(&verdict)), ("convert", Vec::new()), "{verdict}");
+    let refused = negotiate(&local, Some(&remote), with(false));
+    assert_eq!(codes(&refused), [Code::ConversionDisabled]);
+    // One direction only, and no other pair.
+    let reverse = negotiate(&remote, Some(&local), with(true));
+    assert_eq!(codes(&reverse), [Code::HeadDim]);
+    assert_eq!(
+        codes(&negotiate_formats(&own, &shuffle(8, 16, 128), with(true))),
+        [Code::HeadDim, Code::PairOutOfScope]
+    );
 }
 
 #[test]
