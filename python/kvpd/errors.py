@@ -60,6 +60,17 @@ class TransferError(KvpdError, RuntimeError):
     """A NIXL call failed, or a request was used out of turn."""
 
 
+class DirectError(KvpdError, RuntimeError):
+    """A peer's memory that cannot be mapped here, or may not be; the pair is served otherwise.
+
+    The message is the reason, fit to be shown. It never holds a memory handle.
+    """
+
+
+class SideChannelError(KvpdError, RuntimeError):
+    """An engine's side channel cannot be reached, or does not answer as one."""
+
+
 class MissingDependencyError(KvpdError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

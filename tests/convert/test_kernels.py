@@ -9,7 +9,7 @@ import torch
 
 from kvpd import ConversionError, PageFormat
 from kvpd.convert import Pages
-from kvpd.convert.plan import IN_PLACE, OUT_OF_PLACE, Tuning, plan_kernel
+from kvpd.convert.plan import DIRECT, IN_PLACE, OUT_OF_PLACE, Tuning, plan_kernel
 from tests.convert.caches import Holding
 from tests.convert.cases import Case, check, default_matrix, full_matrix, pair, set_up
 from tests.convert.interpreter import TritonConversion
@@ -56,6 +56,7 @@ TUNINGS = [
     Tuning(16384, 16384, gather=True),
     Tuning(16384, 16384, num_programs=1),
     Tuning(4096, 4096, num_programs=1000, num_warps=8),
+    DIRECT,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,9 @@ def test_sizes(field: str) -> None:
     assert (caught.value.code, caught.value.field) == ("queue-size", field)
 
 
+STREAM: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
 class Event:
     """A device event whose completion the test decides."""
 
@@ -71,7 +75,8 @@ class Event:
         self.waits = 0
         self.broken = False
 
-    def record(self) -> None:
+    def record(self, stream: Any) -> None:
+        assert stream is STREAM
         self.complete = False
 
     def query(self) -> bool:
@@ -95,7 +100,7 @@ def slot(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    return stream._Slot(torch.device("cpu"), 8)
+    return stream._Slot(STREAM, 8)
 
 
 def test_slot_in_flight_is_waited_for_before_its_ids_change(slot: Any) -> None:

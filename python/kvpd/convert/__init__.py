@@ -24,15 +24,24 @@ except ImportError as error:
 
 from kvpd.convert.conversion import Conversion
 from kvpd.convert.pages import Pages
-from kvpd.convert.registry import convert_pages, prepare, register_converter
+from kvpd.convert.plan import DIRECT, Tuning
+from kvpd.convert.registry import (
+    convert_pages,
+    prepare,
+    register_converter,
+    registered_pairs,
+)
 from kvpd.convert.stream import Completion, ConversionQueue
 
 __all__ = [
+    "DIRECT",
     "Completion",
     "Conversion",
     "ConversionQueue",
     "Pages",
+    "Tuning",
     "convert_pages",
     "prepare",
     "register_converter",
+    "registered_pairs",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -94,6 +94,25 @@ class TritonConversion(Conversion):
         num_counters = 1 + source.num_layers * self._max_ids if meets else 1
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
         self._device_index = device.index
+        # By dtype of the ids; None from the interpreter, which compiles nothing.
+        self._compiled: dict[torch.dtype, Any] = {}
+
+    def warm_up(self) -> None:
+        """As `Conversion.warm_up`.
+
+        Raises:
+            ConversionError: triton cannot compile it.
+        """
+        try:
+            super().warm_up()
+        except triton.errors.TritonError as error:
+            raise ConversionError(
+                f"triton {triton.__version__} cannot compile the kernel: {error}",
+                code="no-kernel",
+                field="triton",
+                got=triton.__version__,
+                expected="3.6 or 3.7",
+            ) from error
 
     def _run(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
         num_ids = source_ids.numel()
@@ -122,7 +141,7 @@ class TritonConversion(Conversion):
         num_ids: int,
         num_work: int,
     ) -> None:
-        convert_kernel[(programs,)](
+        arguments = (
             self._source_table,
             self._target_table,
             source_ids,
@@ -130,9 +149,17 @@ class TritonConversion(Conversion):
             self._counters,
             num_ids,
             num_work,
-            **self.constants,
-            num_warps=self.num_warps,
         )
+        compiled = self._compiled.get(source_ids.dtype)
+        if compiled is None:
+            # Nothing but the dtype of the ids tells two calls of one conversion apart.
+            self._compiled[source_ids.dtype] = convert_kernel[(programs,)](
+                *arguments, **self.constants, num_warps=self.num_warps
+            )
+        else:
+            # What Triton compiled, without looking it up by all arguments again: that takes longer
+            # than the kernel for a few pages. Constants are placeholders here.
+            compiled[(programs, 1, 1)](*arguments, *self.constants.values())
 
 
 def _piece_bytes(pages: Pages, side: str) -> int:

@@ -44,6 +44,9 @@ class Tuning:
 
 IN_PLACE = Tuning(tile_bytes=65536, part_bytes=65536, thread_bytes=512)
 OUT_OF_PLACE = Tuning(tile_bytes=8192, part_bytes=8192)
+# Pages of another GPU: a link needs far fewer programs than memory does, and the fewer there are,
+# the less a decode step beside them is slowed. Each keeps a whole page in flight.
+DIRECT = Tuning(tile_bytes=16384, part_bytes=65536, num_programs=32)
 
 
 @dataclass(frozen=True)

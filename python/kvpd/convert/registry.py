@@ -9,6 +9,7 @@ import torch
 
 from kvpd.convert.conversion import Conversion
 from kvpd.convert.pages import Pages
+from kvpd.convert.plan import Tuning
 from kvpd.convert.reference import ReferenceConversion
 from kvpd.errors import ConversionError
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 Implementation = Literal["auto", "reference", "triton"]
 Prepare = Callable[[Pages, Pages], Conversion]
 
-_converters: dict[tuple[str, str], Prepare] = {}
+# A format equals every format that places all elements alike, whatever its name.
+_converters: dict[tuple[PageFormat, PageFormat], Prepare] = {}
 
 
 def register_converter(
@@ -26,13 +28,13 @@ def register_converter(
 ) -> None:
     """Let `prepare(source, target)` build the conversions of this pair of formats.
 
-    The pair is kept by digests, so every format that places all elements alike is meant. A
-    registered converter need not be a permutation.
+    A registered converter need not be a permutation, and takes its pair before our own kernels do.
+    A decoder that converts accepts peers of this pair.
 
     Raises:
         ConversionError: the pair has one already; two backends must not race for it.
     """
-    key = (source_format.digest, target_format.digest)
+    key = (source_format, target_format)
     if key in _converters:
         raise ConversionError(
             f"{source_format.name} -> {target_format.name} has a registered converter",
@@ -46,17 +48,32 @@ def register_converter(
 
 def registered_converter(source_format: PageFormat, target_format: PageFormat) -> Prepare | None:
     """What `register_converter` was given for this pair, or None."""
-    return _converters.get((source_format.digest, target_format.digest))
+    return _converters.get((source_format, target_format))
 
 
-def prepare(source: Pages, target: Pages, *, implementation: Implementation = "auto") -> Conversion:
+def registered_pairs() -> tuple[tuple[PageFormat, PageFormat], ...]:
+    """(source, target) of every registered converter, as `kvpd.negotiate` takes them."""
+    return tuple(_converters)
+
+
+def prepare(
+    source: Pages,
+    target: Pages,
+    *,
+    implementation: Implementation = "auto",
+    tuning: Tuning | None = None,
+) -> Conversion:
     """Build the conversion of one cache: tables and permutations, once.
+
+    Of equal formats it is a gather: pages move as they are, but for bytes that are padding.
 
     Args:
         source: pages to read. In place, `target.seen_as(source_format)`.
         target: pages to write.
         implementation: "auto" takes a registered converter first, then Triton for pages on a GPU
             and the reference for pages in host memory.
+        tuning: how Triton cuts the work, e.g. `kvpd.convert.DIRECT` for a source on another GPU;
+            None chooses by placement. The other implementations take none.
 
     Raises:
         ConversionError: the pair or the memory breaks a contract of the implementation.
@@ -73,7 +90,7 @@ def prepare(source: Pages, target: Pages, *, implementation: Implementation = "a
         # Deferred: importing triton takes a second and host-only users have none.
         from kvpd.convert.launch import TritonConversion
 
-        return TritonConversion(source, target)
+        return TritonConversion(source, target, tuning)
     raise ConversionError(
         f"unknown implementation {implementation!r}",
         code="implementation",
