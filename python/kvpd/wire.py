@@ -24,6 +24,7 @@ from kvpd._kvpd import (
     PlaneSpan,
     Region,
 )
+from kvpd.direct.part import DirectPart
 from kvpd.errors import KvpdError, WireError, WireVersionError
 
 WIRE_VERSION = 1
@@ -106,12 +107,14 @@ class _Facts(_Wire, frozen=True):
     uses_mla: bool
 
 
-class _Body(_Wire, frozen=True):
+class _Body(_Wire, frozen=True, omit_defaults=True):
     engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     facts: _Facts
     formats: Annotated[list[_Format], msgspec.Meta(max_length=MAX_FORMATS)]
     regions: Annotated[list[_Region], msgspec.Meta(max_length=MAX_REGIONS)]
     nixl_metadata: bytes
+    # Of no handshake without direct placement: those have the bytes they always had.
+    direct: DirectPart | None = None
 
 
 class _Envelope(_Wire, frozen=True):
@@ -135,11 +138,13 @@ class Handshake:
         description: facts and regions.
         nixl_metadata: what NIXL needs to reach the engine's agent; empty where the carrier of the
             handshake transports it itself.
+        direct: an offer to map the regions' memory; None where there is none.
     """
 
     engine_id: str
     description: EngineDescription
     nixl_metadata: bytes = b""
+    direct: DirectPart | None = None
 
 
 def encode(handshake: Handshake) -> bytes:
@@ -179,6 +184,7 @@ def encode_tag(handshake: Handshake) -> bytes:
         formats=[_format_to_wire(format) for format in formats],
         regions=[_region_to_wire(region, index) for region in regions],
         nixl_metadata=handshake.nixl_metadata,
+        direct=handshake.direct,
     )
     raw_body = msgspec.msgpack.encode(body)
     _decode(_Body, raw_body, "handshake")  # limits hold for the sender too
@@ -231,7 +237,7 @@ def decode_tag(tag: bytes) -> Handshake:
         facts = EngineFacts(**msgspec.structs.asdict(body.facts))
     with _Named("regions"):
         description = EngineDescription(facts, regions)
-    return Handshake(body.engine_id, description, body.nixl_metadata)
+    return Handshake(body.engine_id, description, body.nixl_metadata, body.direct)
 
 
 def _format_to_wire(format: PageFormat) -> _Format:
