@@ -11,7 +11,7 @@ from typing import Any
 from kvpd import wire
 from kvpd.cli.demo.decode import DecodeCache
 from kvpd.cli.demo.oracle import compare
-from kvpd.cli.demo.scenario import Scenario
+from kvpd.cli.demo.scenario import DECODE_POISON, Scenario
 from kvpd.nixl import Agent, Registration
 from kvpd.receive import Receiver
 from kvpd.request import Failed, Outcome
@@ -68,6 +68,13 @@ class Bench:
         ids = {name: ids for name, ids in self.scenario.decode_ids().items() if name in ready}
         comparison = compare(self.cache.tensor.numpy(), self.scenario, ids)
         assert comparison.holds, comparison.first_wrong
+
+    def poison(self, block: int) -> None:
+        """Undo whatever was written into a block, in every layer."""
+        cache = self.cache.tensor.numpy()
+        for region in self.cache.description.regions:
+            first = region.block_address(block) - self.cache.tensor.data_ptr()
+            cache[first : first + region.block_bytes] = DECODE_POISON
 
     def notices(self) -> list[bytes]:
         return [text for texts in self.prefill.notices().values() for text in texts]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvpd.receive
-from kvpd import wire
+from kvpd import LinkModel, slab_bytes, wire
 from kvpd.cli.demo.decode import DecodeCache
 from kvpd.cli.demo.prefill import handshakes, written_memory
 from kvpd.cli.demo.scenario import Scenario
@@ -17,6 +17,9 @@ from kvpd.nixl import Agent, MemoryRange
 from kvpd.receive import Receiver
 from tests.fake_agent import FakeHoldingAgent, FakeHoldingQueue
 from tests.receive_bench import PLACEMENTS, SCENARIO, Bench, Maker
+
+# A link on which chunks cost so much that the planner makes as few as there can be.
+FEW_CHUNKS = LinkModel("dram", seconds_per_chunk=1.0)
 
 
 @pytest.fixture(params=PLACEMENTS)
@@ -58,7 +61,15 @@ def make(monkeypatch: pytest.MonkeyPatch, agents: tuple[Agent, Agent]) -> Iterat
         cache = DecodeCache(scenario)
         agent = FakeHoldingAgent(decode._native)
         agent.register([MemoryRange.of(region) for region in cache.description.regions])
-        options: dict[str, Any] = {"convert": True, "placement": placement, "slab_pages": 2}
+        # One slot for one chunk with two pages of all layers: chunks are taken in turns.
+        slab_pages = more.pop("slab_pages", 2)
+        options: dict[str, Any] = {
+            "convert": True,
+            "placement": placement,
+            "slab_bytes": slab_bytes(cache.description.regions, num_pages=slab_pages),
+            "num_slots": 1,
+            "link": FEW_CHUNKS,
+        }
         bench: Bench
         receiver = Receiver(
             agent,
@@ -79,6 +90,9 @@ def make(monkeypatch: pytest.MonkeyPatch, agents: tuple[Agent, Agent]) -> Iterat
         bench.agent.holds = bench.agent.refuses_release = bench.agent.fails = False
         bench.queue.holds, bench.queue.breaks = False, None
         bench.receiver.close()
+        slab = bench.receiver._slab
+        if slab is not None and slab.lost:
+            slab.close(bench.agent)  # kept by the receiver: something may still read it
         assert (bench.agent.peers, bench.agent.rows) == ([], [])
         (caches,) = bench.agent.registrations  # the cache's own; the slab is gone
         bench.agent.deregister(caches)

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nixl")
 
-from kvpd import wire
+from kvpd import slab_bytes, wire
 from kvpd.cli.demo.channel import Channel
 from kvpd.cli.demo.decode import DecodeCache
 from kvpd.cli.demo.oracle import compare
@@ -75,7 +75,7 @@ def test_a_prefill_that_is_killed_between_two_requests(prefill: Prefill, placeme
         [cache.tensor],
         convert=True,
         placement=placement,
-        slab_pages=3,
+        slab_bytes=slab_bytes(cache.description.regions, num_pages=3),
     )
     peer = receiver.add_peer(prefill.handshake)
     receiver.start(FIRST, peer, local[FIRST], prefill.ids[FIRST])

@@ -1,30 +1,22 @@
-"""The state machine of one request: queued, reading, converting, then ready or failed.
+"""Moves chunks: taken from their request, read, converted, ended. Nothing here waits.
 
-See `kvpd.request.State` for the picture. Every call moves a request as far as it can go without
-waiting.
+See `kvpd.chunk.State` for the picture.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+from kvpd.chunk import Chunk, State
 from kvpd.convert import ConversionQueue
 from kvpd.errors import KvpdError, TransferError
 from kvpd.nixl import Agent
-from kvpd.request import (
-    DescriptorCounts,
-    Failed,
-    FailureCode,
-    Outcome,
-    Ready,
-    Request,
-    State,
-    Timings,
-)
+from kvpd.request import DescriptorCounts, Failed, FailureCode, Outcome, Ready, Request, Timings
 
 
 class Pipeline:
-    """Moves requests.
+    """Moves the chunks of requests.
 
     Args:
         agent: reads, and sends the release notices.
@@ -40,108 +32,136 @@ class Pipeline:
         self._clock = clock
 
     def fail(self, request: Request, code: FailureCode, reason: str) -> None:
-        """Mark a request failed; `advance` ends it once nothing can write its memory.
+        """Mark a request failed; `outcome` ends it once nothing can write its memory.
 
-        The first cause stands. A conversion that runs is left to end.
+        The first cause stands. Conversions that run are left to end.
         """
         if request.failure is None:
             request.failure = (code, reason)
-        if request.state is not State.CONVERTING:
-            request.state = State.DRAINING
+        request.waiting.clear()
+        for chunk in request.active:
+            if chunk.state is State.READING:
+                chunk.state = State.DRAINING
 
-    def advance(self, request: Request) -> Outcome | None:
-        """Move a request on, and return its outcome when it has ended."""
-        if request.state is State.QUEUED:
-            self._begin(request)
-        if request.state is State.READING:
-            self._watch_read(request)
-        if request.state is State.CONVERTING and self._is_converted(request):
-            return self._ready(request) if request.failure is None else _failed(request)
-        if request.state is State.DRAINING and self._is_drained(request):
-            return _failed(request)
-        return None
+    def check_deadline(self, request: Request) -> None:
+        """Fail a request that is late and has chunks that were not begun."""
+        if request.waiting and request.is_late(self._clock()):
+            self.fail(request, "deadline-passed", "the deadline passed before everything was read")
 
-    def _begin(self, request: Request) -> None:
-        peer, slab, now = request.peer, request.peer.slab, self._clock()
-        if request.is_late(now):
-            self.fail(request, "deadline-passed", "the deadline passed before the READ")
-        elif slab is not None and slab.lost:
-            self.fail(request, "conversion-failed", slab.lost)
-        elif slab is None or slab.is_owned_by(request.request_id):
-            request.started_at = request.read_at = now
-            if request.runs.num_pages == 0:
-                request.state = State.CONVERTING
-                return
-            landing = peer.landing(request.runs)
-            request.descriptors = DescriptorCounts(
-                planned=peer.plan.num_descriptors(landing),
-                merged=peer.plan.num_merged_descriptors(landing),
-                counted=None,
-            )
+    def can_begin(self, chunk: Chunk) -> bool:
+        """Whether a chunk needs no slot and would not wait for earlier conversions to end."""
+        if chunk.needs_slot:
+            return False
+        if chunk.is_read or self._queue is None:
+            return True
+        try:
+            return self._queue.has_room
+        except KvpdError:
+            return True  # the submit will fail, and the request with it
+
+    def begin(self, request: Request, slot: int | None = None) -> None:
+        """Begin the next waiting chunk, in `slot` if it needs one."""
+        began = time.perf_counter()
+        chunk = request.waiting.popleft()
+        if slot is not None:
+            chunk.occupy(slot, request.peer.planner.slot_stride_pages)
+        request.active.append(chunk)
+        if request.started_at is None:
+            request.started_at = request.read_at = self._clock()
+        if not chunk.is_read:
+            self._convert(request, chunk)
+        else:
             try:
-                request.transfer = peer.read(self._agent, landing)
-                request.state = State.READING
+                chunk.transfer = request.peer.read(self._agent, request.plan, chunk)
             except KvpdError as error:
                 self.fail(request, "read-failed", str(error))
+        request.post_seconds += time.perf_counter() - began
 
-    def _watch_read(self, request: Request) -> None:
-        transfer = request.transfer
+    def advance(self, request: Request) -> list[Chunk]:
+        """Move a request's chunks as far as they go; returns those that have ended."""
+        ended: list[Chunk] = []
+        for chunk in list(request.active):
+            if chunk.state is State.READING:
+                self._watch_read(request, chunk)
+            if chunk.state is State.DRAINING and chunk.transfer is not None:
+                self._agent.poll(chunk.transfer)
+            if self._is_converted(request, chunk) and self._is_released(chunk):
+                ended.append(chunk)
+        request.active = [chunk for chunk in request.active if chunk not in ended]
+        return ended
+
+    def outcome(self, request: Request) -> Outcome | None:
+        """How a request ended; None as long as anything of it waits or is active."""
+        if request.waiting or request.active:
+            return None
+        if request.failure is None:
+            return self._ready(request)
+        code, reason = request.failure
+        return Failed(request.request_id, code, reason, request.blocks())
+
+    def _watch_read(self, request: Request, chunk: Chunk) -> None:
+        transfer = chunk.transfer
         if transfer is None:
             raise TransferError("reading without a transfer", code="state", field="transfer")
         state = self._agent.poll(transfer)
-        request.read_at = self._clock()
+        now = self._clock()
         if state == "failed":
             self.fail(request, "read-failed", transfer.error)
-        elif request.is_late(request.read_at):
+        elif request.is_late(now):
             # Also when the READ is done by now: when it ended is not known better than this, and
             # a page read after the deadline can be another request's.
             self.fail(request, "deadline-passed", "the deadline passed during the READ")
         elif state == "done":
-            self._convert(request)
-
-    def _convert(self, request: Request) -> None:
-        conversion = request.peer.conversion
-        if request.transfer is not None:
-            counted = self._agent.telemetry(request.transfer)
+            request.read_at = now
+            counted = self._agent.telemetry(transfer)
             request.count(None if counted is None else counted.num_descriptors)
-        if conversion is not None:
-            if self._queue is None:
-                self.fail(request, "conversion-failed", "no queue to convert on")
-                return
-            # A conversion in place must not run twice. Whatever escapes from here leaves the
-            # request failed, never in a state in which the next call would submit it again.
-            request.state = State.DRAINING
-            request.failure = ("conversion-failed", "the conversion was not submitted")
-            raw_ids = request.peer.landing(request.runs).local_ids
-            try:
-                request.completion = self._queue.submit(conversion, raw_ids, request.runs.local_ids)
-            except KvpdError as error:
-                request.failure = ("conversion-failed", str(error))
-                if error.code == "device-failed" and request.peer.slab is not None:
-                    request.peer.slab.lose(f"a conversion may still run: {error}")
-                return
-            request.failure = None
-        request.state = State.CONVERTING
+            self._convert(request, chunk)
 
-    def _is_converted(self, request: Request) -> bool:
+    def _convert(self, request: Request, chunk: Chunk) -> None:
+        if chunk.conversion is None:
+            chunk.state = State.CONVERTING
+            return
+        if self._queue is None:
+            self.fail(request, "conversion-failed", "no queue to convert on")
+            return
+        # A conversion in place must not run twice. Whatever escapes from here leaves the request
+        # failed, never in a state in which the next call would submit the chunk again.
+        chunk.state = State.DRAINING
+        request.failure = ("conversion-failed", "the conversion was not submitted")
         try:
-            if request.completion is not None and not request.completion.done():
+            chunk.completion = self._queue.submit(
+                chunk.conversion, chunk.source_ids, chunk.target_ids
+            )
+        except KvpdError as error:
+            request.failure = None
+            self.fail(request, "conversion-failed", str(error))
+            if error.code == "device-failed":
+                request.peer.lose(f"a conversion may still run: {error}")
+            return
+        request.failure = None
+        chunk.state = State.CONVERTING
+
+    def _is_converted(self, request: Request, chunk: Chunk) -> bool:
+        if chunk.state is State.READING:
+            return False
+        try:
+            if chunk.completion is not None and not chunk.completion.done():
                 return False
         except KvpdError as error:
-            # Whether the kernel still reads the slab is unknown for good.
-            if request.peer.slab is not None:
-                request.peer.slab.lose(f"a conversion ended without an answer: {error}")
-            request.completion = None
-            request.failure = ("conversion-failed", str(error))
-        return self._is_released(request)
+            # Whether the kernel still reads its source is unknown for good.
+            request.peer.lose(f"a conversion ended without an answer: {error}")
+            chunk.completion = None
+            self.fail(request, "conversion-failed", str(error))
+        if chunk.completion is not None and not chunk.is_read:
+            # The conversion was the read.
+            chunk.completion = None
+            request.read_at = self._clock()
+            if request.is_late(request.read_at):
+                self.fail(request, "deadline-passed", "the deadline passed during the read")
+        return True
 
-    def _is_drained(self, request: Request) -> bool:
-        if request.transfer is not None:
-            self._agent.poll(request.transfer)
-        return self._is_released(request)
-
-    def _is_released(self, request: Request) -> bool:
-        return request.transfer is None or self._agent.release(request.transfer)
+    def _is_released(self, chunk: Chunk) -> bool:
+        return chunk.transfer is None or self._agent.release(chunk.transfer)
 
     def _ready(self, request: Request) -> Ready:
         converted_at = self._clock()
@@ -150,21 +170,23 @@ class Pipeline:
             self._agent.notify(request.peer.agent_name, request.notice)
         except TransferError as error:
             notice_error = str(error)
-        num_blocks = request.runs.num_pages
+        started_at = converted_at if request.started_at is None else request.started_at
+        read_at = max(request.read_at, started_at)
+        plan = request.plan
         return Ready(
             request_id=request.request_id,
-            num_blocks=num_blocks,
-            num_bytes=num_blocks * request.peer.plan.page_bytes_all_layers,
-            descriptors=request.descriptors,
-            timings=Timings(
-                queued_seconds=request.started_at - request.queued_at,
-                read_seconds=request.read_at - request.started_at,
-                convert_seconds=converted_at - request.read_at,
+            placement=plan.placement,
+            is_converted=request.peer.verdict.kind == "convert",
+            num_blocks=plan.num_pages,
+            num_bytes=plan.num_bytes,
+            descriptors=DescriptorCounts(
+                plan.num_descriptors, plan.num_merged_descriptors, request.counted
             ),
+            timings=Timings(
+                queued_seconds=started_at - request.queued_at,
+                read_seconds=read_at - started_at,
+                convert_seconds=converted_at - read_at,
+            ),
+            post_seconds=request.post_seconds,
             notice_error=notice_error,
         )
-
-
-def _failed(request: Request) -> Failed:
-    code, reason = request.failure or ("read-failed", "")
-    return Failed(request.request_id, code, reason, request.blocks())

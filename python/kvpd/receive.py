@@ -10,17 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpd._kvpd import EngineDescription, Verdict, negotiate, runs
-from kvpd.convert import ConversionQueue, Pages
+from kvpd._kvpd import EngineDescription, LinkModel, Verdict, negotiate, runs
+from kvpd.connect import Site, connect
+from kvpd.convert import ConversionQueue, Pages, registered_pairs
 from kvpd.errors import PlanError, RefusedError, TransferError
 from kvpd.nixl import Agent
-from kvpd.peer import Peer, connect
+from kvpd.peer import Peer
 from kvpd.pipeline import Pipeline
 from kvpd.request import FailureCode, Outcome, Request
 from kvpd.staging import Slab
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Placement = Literal["in_place", "staged"]
+PlacementChoice = Literal["in_place", "staged", "planned"]
 BlockIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
@@ -43,16 +45,23 @@ class Receiver:
         description: our own facts and regions.
         storages: tensors whose storage the regions lie in.
         convert: accept peers whose page format is another one, where the policy has the pair.
-        placement: where raw pages of such peers land: "in_place" in the cache itself (no memory,
-            but a failed READ leaves torn blocks), "staged" in a slab (dense descriptors, and a
-            failed READ never touches the cache). Peers with equal pages are read into the cache.
-        slab_pages: capacity of the slab; the largest request that "staged" can serve.
+        direct: read the memory of peers that offer it with the conversion itself, on this host and
+            over CUDA, also where the formats are equal. A pair that cannot is served otherwise.
+        placement: where raw pages of other peers may land: "in_place" in the cache itself (no
+            memory, but short descriptors, and a failed READ leaves torn blocks), "staged" in a slab
+            (dense descriptors, and raw pages never touch the cache), "planned" in whichever is
+            faster. Equal pages are read into the cache.
+        slab_bytes: size of the slab, at least a page of one layer; requests of any size pass
+            through it in chunks.
+        num_slots: slots of the slab, of which each chunk takes one; fewer where it has fewer pages.
+        max_pages: blocks of the largest request; the cache's blocks if None.
+        link: what transfers cost; defaults for the cache's kind of memory if None.
         require_tagged: refuse peers that published nothing of kvpd's.
         clock: seconds; deadlines are readings of it.
 
     Raises:
         TransferError: the slab cannot be registered.
-        PlanError: an unknown placement, "staged" without `slab_pages`, or conversion without
+        PlanError: an unknown placement, "staged" without `slab_bytes`, or conversion without
             `storages`.
         ConversionError: the regions lie in none of `storages`.
     """
@@ -64,59 +73,70 @@ class Receiver:
         storages: Sequence[torch.Tensor],
         *,
         convert: bool = False,
-        placement: Placement = "in_place",
-        slab_pages: int = 0,
+        direct: bool = False,
+        placement: PlacementChoice = "in_place",
+        slab_bytes: int = 0,
+        num_slots: int = 4,
+        max_pages: int | None = None,
+        link: LinkModel | None = None,
         require_tagged: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if placement not in ("in_place", "staged"):
+        if placement not in ("in_place", "staged", "planned"):
             raise PlanError(
                 f"no placement {placement!r}",
                 code="placement",
                 field="placement",
                 got=placement,
-                expected="in_place or staged",
+                expected="in_place, staged or planned",
             )
         self._agent = agent
         self._description = description
         self._convert = convert
         self._require_tagged = require_tagged
         self._clock = clock
-        self._pages: Pages | None = None
+        pages: Pages | None = None
         queue: ConversionQueue | None = None
         self._slab: Slab | None = None
-        if convert and description.format is not None:
+        if (convert or direct) and description.format is not None:
             if not storages:
                 raise PlanError(
                     "conversion needs the cache's tensors", code="no-storages", field="storages"
                 )
             device = storages[0].device
-            self._pages = Pages.of(description.format, description.regions, storages)
+            pages = Pages.of(description.format, description.regions, storages)
             queue = ConversionQueue(device)
-            if placement == "staged":
-                if slab_pages < 1:
-                    raise PlanError(
-                        "placement staged needs a slab of at least one page",
-                        code="slab-pages",
-                        field="slab_pages",
-                        got=slab_pages,
-                        expected="at least 1",
-                    )
-                self._slab = Slab(agent, description.regions, slab_pages, device)
+            if convert and placement != "in_place":
+                self._slab = Slab(
+                    agent, slab_bytes, num_slots, description.format.page_bytes, device
+                )
+        self._site = Site(
+            agent=agent,
+            description=description,
+            pages=pages,
+            slab=self._slab,
+            link=LinkModel(description.regions[0].memory) if link is None else link,
+            max_pages=description.num_blocks if max_pages is None else max_pages,
+            in_place=placement != "staged",
+            direct=direct,
+        )
         self._pipeline = Pipeline(agent, queue, clock)
         self._peers: dict[tuple[str, int], Peer] = {}
         self._adding = threading.Lock()
+        self._is_closed = False
         self._live: dict[str, Request] = {}
         self._busy_blocks: set[int] = set()
         self._outcomes: list[Outcome] = []
 
-    def add_peer(self, handshake: Handshake | None) -> Peer:
+    def add_peer(self, handshake: Handshake | None, *, must_be_direct: bool = False) -> Peer:
         """Judge a peer, and prepare everything its requests share if it is accepted.
 
         Args:
             handshake: from `kvpd.wire.decode`; None for an untagged peer.
+            must_be_direct: where the peer's memory cannot be read directly, leave it alone.
 
         Raises:
+            DirectError: why it `must_be_direct` and cannot be.
             RefusedError: the verdict, with every reason; nothing of the peer was registered.
             TransferError: NIXL refuses it, the peer is known already, or it is untagged and was
                 accepted: only whoever knows its own protocol can read from it.
@@ -127,6 +147,7 @@ class Receiver:
             None if handshake is None else handshake.description,
             convert=self._convert,
             require_tagged=self._require_tagged,
+            converters=registered_pairs(),
         )
         if verdict.kind == "refuse":
             raise RefusedError(verdict)
@@ -135,9 +156,11 @@ class Receiver:
         if handshake is None:
             raise TransferError("an untagged peer published no regions", code="untagged-peer")
         with self._adding:
-            return self._add(handshake, verdict)
+            if self._is_closed:
+                raise TransferError("the receiver is closed", code="closed", field="receiver")
+            return self._add(handshake, verdict, must_be_direct)
 
-    def _add(self, handshake: Handshake, verdict: Verdict) -> Peer:
+    def _add(self, handshake: Handshake, verdict: Verdict, must_be_direct: bool) -> Peer:
         key = (handshake.engine_id, handshake.description.facts.tp_rank)
         if key in self._peers:
             raise TransferError(
@@ -146,15 +169,8 @@ class Receiver:
                 field="engine_id",
                 got=key[0],
             )
-        peer = connect(
-            self._agent,
-            self._description,
-            self._pages,
-            handshake,
-            verdict,
-            self._slab,
-            [known.agent_name for known in list(self._peers.values())],
-        )
+        known = [peer.agent_name for peer in list(self._peers.values())]
+        peer = connect(self._site, handshake, verdict, known, must_be_direct=must_be_direct)
         self._peers[key] = peer
         return peer
 
@@ -187,18 +203,22 @@ class Receiver:
                 the request id if None.
 
         Raises:
-            PlanError: ids do not pair, repeat, lie outside a cache, belong to a live request, or
-                are more than the slab holds. Nothing was started.
+            PlanError: ids do not pair, repeat, lie outside a cache or belong to a live request.
+                Nothing was started.
             TransferError: the request is live already, or the peer is not connected.
         """
-        if request_id in self._live or any(o.request_id == request_id for o in self._outcomes):
+        if self.is_live(request_id):
             raise TransferError(
                 f"request {request_id} is live",
                 code="duplicate-request",
                 field="request_id",
                 got=request_id,
             )
-        if peer.is_leaving or all(peer is not known for known in list(self._peers.values())):
+        if (
+            peer.is_leaving
+            or not peer.is_offered
+            or all(peer is not known for known in list(self._peers.values()))
+        ):
             raise TransferError(
                 f"peer {peer.engine_id} is not connected",
                 code="unknown-peer",
@@ -208,14 +228,6 @@ class Receiver:
         pages = runs(local_ids, remote_ids)
         _check_inside("local_ids", pages.local_ids, self._description.num_blocks)
         _check_inside("remote_ids", pages.remote_ids, peer.description.num_blocks)
-        if pages.num_pages > peer.max_blocks:
-            raise PlanError(
-                f"{pages.num_pages} blocks do not fit a slab of {peer.max_blocks}",
-                code="larger-than-slab",
-                field="local_ids",
-                got=pages.num_pages,
-                expected=f"at most {peer.max_blocks}",
-            )
         blocks = set(pages.local_ids.tolist())
         if taken := self._busy_blocks & blocks:
             raise PlanError(
@@ -224,27 +236,45 @@ class Receiver:
                 field="local_ids",
                 got=sorted(taken),
             )
+        plan = peer.planner.plan(pages)
         request = Request(
             request_id=request_id,
             peer=peer,
+            plan=plan,
             runs=pages,
             notice=request_id.encode() if notice is None else notice,
             deadline=deadline,
             queued_at=self._clock(),
+            waiting=deque(peer.chunks(plan, pages)),
         )
         self._busy_blocks |= blocks
         self._live[request_id] = request
-        if peer.slab is not None:
-            peer.slab.enqueue(request_id)
+        if self._slab is not None and plan.placement == "staged":
+            self._slab.enqueue(request_id)
         self._advance(request)
+        self._hand_out_slots()
 
     def poll(self) -> list[Outcome]:
         """Drive every live request and return those that have ended since the last call."""
         for request in list(self._live.values()):
             self._advance(request)
+        self._hand_out_slots()
+        for peer in list(self._peers.values()):
+            if not peer.is_offered:
+                peer.is_leaving = True
         self._disconnect_leaving()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def extend(self, request_id: str, deadline: float) -> None:
+        """The peer keeps a request's blocks for longer than it was started with.
+
+        A deadline is never moved to an earlier one, and a request without one has none after it.
+        What has ended already is left alone.
+        """
+        request = self._live.get(request_id)
+        if request is not None and request.deadline is not None:
+            request.deadline = max(request.deadline, deadline)
 
     def abort(self, request_id: str) -> None:
         """End a live request early; `poll` reports it failed once nothing writes its blocks.
@@ -262,10 +292,23 @@ class Receiver:
             )
         self._end(request, "aborted", "aborted by the engine")
 
+    def is_connected(self, peer: Peer) -> bool:
+        """Whether a peer has not been let go of; one that leaves stays until nothing reads it."""
+        return any(peer is known for known in list(self._peers.values()))
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request has not been among the outcomes yet."""
+        return request_id in self._live or any(o.request_id == request_id for o in self._outcomes)
+
     @property
     def num_live(self) -> int:
         """Requests that have no outcome yet."""
         return len(self._live)
+
+    @property
+    def slab_use(self) -> float | None:
+        """Fraction of the slab's slots that are taken; None without a slab."""
+        return None if self._slab is None else self._slab.use
 
     def close(self, *, timeout_seconds: float = 5.0) -> list[Outcome]:
         """Abort what is live, wait until nothing is written any more, and let everything go.
@@ -274,6 +317,8 @@ class Receiver:
             TransferError: a READ could not be stopped in time. Its memory must stay; the receiver
                 is as it was, and `close` may be called again.
         """
+        with self._adding:
+            self._is_closed = True
         for peer in list(self._peers.values()):
             self.remove_peer(peer)
         outcomes = self.poll()
@@ -289,20 +334,38 @@ class Receiver:
                 field="request_id",
                 got=", ".join(self._live),
             )
-        if self._slab is not None:
+        if self._slab is not None and not self._slab.lost:
             self._slab.close(self._agent)
             self._slab = None
         return outcomes
 
     def _advance(self, request: Request) -> None:
-        outcome = self._pipeline.advance(request)
-        if outcome is None:
-            return
-        del self._live[request.request_id]
-        self._busy_blocks.difference_update(request.blocks())
-        self._outcomes.append(outcome)
-        if request.peer.slab is not None:
-            request.peer.slab.leave(request.request_id)
+        """Move a request on, without slots, and collect its outcome if it has ended."""
+        self._pipeline.check_deadline(request)
+        while request.waiting and self._pipeline.can_begin(request.waiting[0]):
+            self._pipeline.begin(request)
+        for chunk in self._pipeline.advance(request):
+            if self._slab is not None and chunk.slot is not None:
+                self._slab.give_back(chunk.slot)
+        if self._slab is not None and not request.waiting:
+            self._slab.withdraw(request.request_id)
+        outcome = self._pipeline.outcome(request)
+        if outcome is not None:
+            del self._live[request.request_id]
+            self._busy_blocks.difference_update(request.blocks())
+            self._outcomes.append(outcome)
+
+    def _hand_out_slots(self) -> None:
+        slab = self._slab
+        while slab is not None and (request_id := slab.whose_turn()) is not None:
+            request = self._live[request_id]
+            self._pipeline.check_deadline(request)
+            if slab.lost:
+                self._pipeline.fail(request, "conversion-failed", slab.lost)
+            if request.waiting:
+                self._pipeline.begin(request, slab.take(request_id))
+            # Ends its turns when nothing of it waits any more.
+            self._advance(request)
 
     def _end(self, request: Request, code: FailureCode, reason: str) -> None:
         self._pipeline.fail(request, code, reason)
@@ -312,8 +375,10 @@ class Receiver:
         in_use = {id(request.peer) for request in self._live.values()}
         for key, peer in list(self._peers.items()):
             if peer.is_leaving and id(peer) not in in_use:
-                del self._peers[key]
+                # Known until it is gone: the handshake thread must not add the agent again while
+                # it is being removed here.
                 peer.disconnect(self._agent)
+                del self._peers[key]
 
 
 def _check_inside(field: str, ids: NDArray[np.int32], num_blocks: int) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from kvpd._kvpd import Runs
-from kvpd.nixl import Transfer
+from kvpd.chunk import Chunk
+from kvpd.words import Placement
 
 if TYPE_CHECKING:
-    from kvpd.convert import Completion
+    from kvpd._kvpd import RequestPlan, Runs
     from kvpd.peer import Peer
 
 FailureCode = Literal[
@@ -20,7 +20,15 @@ FailureCode = Literal[
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds a request spent waiting for its turn, reading, and converting."""
+    """Seconds a request spent waiting for its turn, reading, and converting.
+
+    Attributes:
+        queued_seconds: until the first chunk began.
+        read_seconds: from there until the last byte of the peer's memory was read. Direct, that
+            includes the conversion.
+        convert_seconds: from there until everything was converted: what conversion adds, not what
+            it takes, for all chunks but the last are converted while others are read.
+    """
 
     queued_seconds: float
     read_seconds: float
@@ -29,7 +37,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class DescriptorCounts:
-    """Descriptors of one READ.
+    """Descriptors of all READs of a request.
 
     Attributes:
         planned: rows x pages, before merging.
@@ -47,15 +55,21 @@ class Ready:
     """All pages of the request are in the cache, in the local format.
 
     Attributes:
+        placement: how they came.
+        is_converted: the peer's pages have another format than the local ones.
+        post_seconds: the part of `timings` that posting took in the calling thread.
         notice_error: why the release notice could not be sent; "" when it was. The pages are right
             either way; the peer keeps its blocks until their lease ends.
     """
 
     request_id: str
+    placement: Placement
+    is_converted: bool
     num_blocks: int
     num_bytes: int
     descriptors: DescriptorCounts
     timings: Timings
+    post_seconds: float
     notice_error: str = ""
 
 
@@ -66,7 +80,7 @@ class Failed:
     Attributes:
         code: stable name of the cause.
         reason: the cause in words.
-        invalid_blocks: every local block of the request; none of them holds what was asked for.
+        invalid_blocks: every local block of the request; what any of them holds is unknown.
     """
 
     request_id: str
@@ -78,50 +92,39 @@ class Failed:
 Outcome = Ready | Failed
 
 
-class State(Enum):
-    """Where a request stands.
-
-    ::
-
-        QUEUED -> READING -> CONVERTING -> (Ready)
-           |         |           |
-           |         v           v
-           +-----> (Failed) <- DRAINING     DRAINING: failed, but the READ may still write
-    """
-
-    QUEUED = auto()
-    READING = auto()
-    CONVERTING = auto()
-    DRAINING = auto()
-
-
 @dataclass
 class Request:
     """The live state of one request; only the receiver changes it.
 
     Attributes:
+        plan: how they come.
         runs: pages to read, paired and sorted by remote id.
         deadline: clock reading after which the peer may reuse its blocks; None without a lease.
         notice: what releases the blocks on the peer.
+        waiting: chunks that have not begun, in order.
+        active: chunks that have begun and may still read or write memory.
+        failure: the first cause; the request ends when nothing is active any more.
     """
 
     request_id: str
     peer: Peer
+    plan: RequestPlan
     runs: Runs
     notice: bytes
     deadline: float | None
     queued_at: float
-    state: State = State.QUEUED
-    transfer: Transfer | None = None
-    completion: Completion | None = None
+    waiting: deque[Chunk]
+    active: list[Chunk] = field(default_factory=list)
     failure: tuple[FailureCode, str] | None = None
-    started_at: float = 0.0
+    started_at: float | None = None
     read_at: float = 0.0
-    descriptors: DescriptorCounts = field(default_factory=lambda: DescriptorCounts(0, 0, 0))
+    post_seconds: float = 0.0
+    counted: int | None = 0
 
     def count(self, num_descriptors: int | None) -> None:
-        """Note how many descriptors NIXL counted."""
-        self.descriptors = replace(self.descriptors, counted=num_descriptors)
+        """Add the descriptors of one READ, as NIXL counted them."""
+        known = num_descriptors is not None and self.counted is not None
+        self.counted = (self.counted or 0) + (num_descriptors or 0) if known else None
 
     def is_late(self, now: float) -> bool:
         """Whether the peer may have given the blocks to somebody else by `now`."""

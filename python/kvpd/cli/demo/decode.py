@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from kvpd import wire
-from kvpd._kvpd import EngineDescription, PageFormat, Reason, Region
+from kvpd._kvpd import EngineDescription, PageFormat, Reason, Region, slab_bytes
 from kvpd.cli.demo.channel import Channel
 from kvpd.cli.demo.facts import engine_facts
 from kvpd.cli.demo.oracle import DecodeMap, compare
@@ -21,7 +21,7 @@ from kvpd.cli.demo.result import REFUSALS, DemoResult, PlacementResult, Refusal
 from kvpd.cli.demo.scenario import DECODE_POISON, Scenario
 from kvpd.errors import RefusedError, TransferError
 from kvpd.nixl import Agent, MemoryRange
-from kvpd.receive import Placement, Receiver
+from kvpd.receive import PlacementChoice, Receiver
 from kvpd.request import Outcome
 
 Advance = Callable[[], None]
@@ -62,7 +62,7 @@ class DecodeCache:
 
 def run_demo(
     scenario: Scenario,
-    placements: tuple[Placement, ...],
+    placements: tuple[PlacementChoice, ...],
     *,
     timeout_seconds: float,
     advance: Advance,
@@ -113,14 +113,14 @@ def run_demo(
     )
 
 
-def num_steps(placements: tuple[Placement, ...]) -> int:
+def num_steps(placements: tuple[PlacementChoice, ...]) -> int:
     """How often `run_demo` advances."""
     return 2 + len(placements)
 
 
 def _run_placement(
     scenario: Scenario,
-    placement: Placement,
+    placement: PlacementChoice,
     agent: Agent,
     handshake: wire.Handshake,
     prefill_ids: dict[str, list[int]],
@@ -136,7 +136,9 @@ def _run_placement(
         [cache.tensor],
         convert=True,
         placement=placement,
-        slab_pages=max(len(ids) for ids in local_ids.values()),
+        slab_bytes=slab_bytes(
+            cache.description.regions, num_pages=max(len(ids) for ids in local_ids.values())
+        ),
     )
     peer = receiver.add_peer(handshake)
     outcomes: list[Outcome] = []
@@ -222,6 +224,6 @@ def _prefill_process(timeout_seconds: float) -> Iterator[Channel]:
             process.wait()
 
 
-def placements_of(choice: str) -> tuple[Placement, ...]:
+def placements_of(choice: str) -> tuple[PlacementChoice, ...]:
     """The passes behind ``--placement``."""
-    return ("in_place", "staged") if choice == "both" else (cast(Placement, choice),)
+    return ("in_place", "staged") if choice == "both" else (cast(PlacementChoice, choice),)

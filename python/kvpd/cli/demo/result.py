@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvpd._kvpd import PageFormat, Reason, Verdict
 from kvpd.cli.demo.oracle import Comparison
 from kvpd.cli.demo.scenario import Scenario
-from kvpd.receive import Placement
+from kvpd.receive import PlacementChoice
 from kvpd.request import Outcome, Ready
 
 # What must be among the reasons when the decoder refuses each offer.
@@ -50,7 +50,7 @@ class PlacementResult:
         notices: release notices that reached the prefill.
     """
 
-    placement: Placement
+    placement: PlacementChoice
     verdict: Verdict
     outcomes: tuple[Outcome, ...]
     num_alone: int
