@@ -1,15 +1,18 @@
-"""Pure-torch attention backends for tests: one arithmetic, two ways to store a page.
+"""Pure-torch attention backends for tests: one arithmetic, three ways to store a page.
 
-Both compute the same floating-point operations in the same order, so two engines that differ
-only in the page format produce equal tokens. Neither is fast; both are easy to check:
+All compute the same floating-point operations in the same order, so two engines that differ
+only in the page format produce equal tokens. None is fast; all are easy to check:
 
 - `StandardBackend` keeps vLLM's packed page, per block [H, N, 2*D].
 - `ShuffledBackend` keeps AITER's page, per block K [H, D/x, N, x] and V [H, N/x, D, x] with
   x = 16 / element bytes, as two head slots.
+- `KeyedBackend` keeps pages that are no permutation of the standard ones (keyed.py), and brings
+  its own converter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +26,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvpd import PageFormat
+from kvpd.convert import Conversion
+from tests.vllm import keyed
 
 
 @dataclass
@@ -203,6 +208,25 @@ class ShuffledAttention(TorchAttention):
         return keys, v[block, :, token // x, :, token % x]
 
 
+class KeyedAttention(StandardAttention):
+    """Cache [B, H, N, 2*D]: V, then K with its bits XORed."""
+
+    def store(
+        self, kv_cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        super().store(kv_cache, slots, value, _xored(key))
+
+    def load(
+        self, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values, keys = super().load(kv_cache, slots)
+        return _xored(keys), values
+
+
+def _xored(elements: torch.Tensor) -> torch.Tensor:
+    return (elements.contiguous().view(torch.int16) ^ keyed.KEY).view(elements.dtype)
+
+
 class StandardBackend(AttentionBackend):
     """Standard pages. The name is the one that CUDA FlashAttention reports."""
 
@@ -267,7 +291,30 @@ class ShuffledBackend(StandardBackend):
         return (KVCacheLayout.LHBNC, KVCacheLayout.LBHNC)
 
 
+class KeyedBackend(StandardBackend):
+    """Pages of its own, and the converter that makes them of standard ones."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchAttention]:
+        return KeyedAttention
+
+    @classmethod
+    def kvpd_page_format(
+        cls, *, kv_heads: int, tokens: int, head_dim: int, dtype: str, layout: str
+    ) -> PageFormat | None:
+        return keyed.keyed_format(heads=kv_heads, tokens=tokens, head_dim=head_dim, dtype=dtype)
+
+    @classmethod
+    def kvpd_converters(cls, target: PageFormat) -> Sequence[tuple[PageFormat, type[Conversion]]]:
+        return keyed.converters(target)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "standard": StandardBackend,
     "shuffled": ShuffledBackend,
+    "keyed": KeyedBackend,
 }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.vllm.model import ModelShape
 from tests.vllm.oracle import PageShape
 from tests.vllm.pair import DECODE_TOKENS, HandOver, Pair, kvpd_transfer, pair_options
+
+_WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+_ABOUT_PAGES = re.compile("nixl|layout|connector|kv", re.IGNORECASE)
 
 
 class Colocated(Protocol):
@@ -25,18 +31,41 @@ class Colocated(Protocol):
     ) -> list[list[int]]: ...
 
 
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for something that must happen."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def warnings_about_pages(log: str) -> list[str]:
+    """Lines of an engine's log that warn of anything to do with its cache or its connector.
+
+    Give it what was logged since the engine was up. Before that it knows no peer, and vLLM warns
+    in any engine with a connector that connectors are experimental.
+    """
+    return [
+        line for line in log.splitlines() if _WARNING.search(line) and _ABOUT_PAGES.search(line)
+    ]
+
+
 def page_shape(shape: ModelShape, block_size: int) -> PageShape:
     return PageShape(shape.kv_heads, block_size, shape.head_dim, shape.dtype)
 
 
 def kvpd_pair(
-    model: Path, directory: Path, decode: dict[str, Any] | None = None, **common: Any
+    model: Path,
+    directory: Path,
+    decode: dict[str, Any] | None = None,
+    decode_backend: str = "shuffled",
+    **common: Any,
 ) -> Pair:
-    """A standard prefill and a shuffled decoder that converts."""
+    """A standard prefill and a shuffled (or other) decoder that converts."""
     options = pair_options(
         model,
         "standard",
-        "shuffled",
+        decode_backend,
         kvpd_transfer("kv_producer"),
         kvpd_transfer("kv_consumer", **({"page_format_conversion": True} | (decode or {}))),
         **common,
@@ -61,8 +90,9 @@ def checked_hand_over(
     pages: PageShape,
     directory: Path,
     max_tokens: int = DECODE_TOKENS,
+    oracle: Callable[[PageShape, NDArray[np.uint8]], NDArray[np.uint8]] = PageShape.shuffle,
 ) -> HandOver:
-    """Hand prompts over at once; tokens equal the colocated ones, pages the shuffled source pages.
+    """Hand prompts over at once; tokens equal the colocated ones, pages the converted source pages.
 
     Pages are looked at when they are reported received and have not been used yet.
     """
@@ -76,6 +106,6 @@ def checked_hand_over(
         remote = result.remote_blocks[name][-len(received) :]
         assert received == local[len(local) - len(received) :]
         assert received
-        expected = pages.shuffle(source[:, remote])
+        expected = oracle(pages, source[:, remote])
         assert np.array_equal(result.received_pages[name][:, received], expected), name
     return result

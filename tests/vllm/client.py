@@ -26,6 +26,18 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 600.0
 REPLY_SECONDS = 120.0
+ENGINE = "tests.vllm.engine"
+# What engines of a module import; forked with it in place.
+PRELOADED = {
+    ENGINE: (
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.qwen3",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.worker.cpu_worker",
+    )
+}
 BASE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -66,7 +78,13 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What one engine runs with. `transfer` is vLLM's KVTransferConfig, or None for colocated."""
+    """What one engine runs with.
+
+    Attributes:
+        transfer: vLLM's KVTransferConfig; None for colocated.
+        module: whose `main` becomes the engine.
+        switches: for engines of other modules.
+    """
 
     model: Path
     backend: str
@@ -81,12 +99,15 @@ class EngineOptions:
     record_nixl: bool = False
     llm_args: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    module: str = ENGINE
+    switches: dict[str, Any] = field(default_factory=dict)
 
 
 class Zygote:
-    """A process that has imported vLLM and forks engines (zygote.py)."""
+    """A process that has imported what a module's engines import, and forks them (zygote.py)."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self.module = module
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = os.environ | BASE_ENVIRONMENT
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -99,7 +120,10 @@ class Zygote:
         self.environment = environment
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [vllm_python(), "-m", "tests.vllm.zygote", str(theirs.fileno())],
+            [
+                *(vllm_python(), "-m", "tests.vllm.zygote", str(theirs.fileno())),
+                *PRELOADED.get(module, ()),
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -121,7 +145,11 @@ class Zygote:
         """Start an engine; its pid, and the ends of its stdin and stdout that are ours."""
         stdin_theirs, stdin_ours = os.pipe()
         stdout_ours, stdout_theirs = os.pipe()
-        message = {"options": options, "environment": self.environment | environment}
+        message = {
+            "module": self.module,
+            "options": options,
+            "environment": self.environment | environment,
+        }
         descriptors = [stdin_theirs, stdout_theirs, log.fileno()]
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
         pid = int(self._socket.recv(16))
@@ -131,9 +159,9 @@ class Zygote:
 
 
 @cache
-def zygote() -> Zygote:
+def zygote(module: str) -> Zygote:
     """The one of this test session."""
-    return Zygote()
+    return Zygote(module)
 
 
 class EngineProcess:
@@ -156,9 +184,12 @@ class EngineProcess:
             "kv_transfer_config": options.transfer,
             "record_nixl": options.record_nixl,
             "llm_args": options.llm_args,
+            "switches": options.switches,
         }
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} | options.environment
-        self._pid, self._stdin, self._stdout = zygote().fork(arguments, environment, self._log)
+        self._pid, self._stdin, self._stdout = zygote(options.module).fork(
+            arguments, environment, self._log
+        )
         self._buffer = b""
         self._facts: dict[str, Any] | None = None
 
@@ -183,10 +214,10 @@ class EngineProcess:
             raise EngineError(f"{self.name} is gone\n{self._tail()}") from None
         return self._receive(REPLY_SECONDS)
 
-    def pages(self, directory: Path) -> NDArray[np.uint8]:
-        """The bytes of the whole cache, [layer, block, page bytes]."""
+    def pages(self, directory: Path, blocks: list[int] | None = None) -> NDArray[np.uint8]:
+        """The bytes of these blocks, all by default, [layer, block, page bytes]."""
         path = directory / f"{self.name}-{time.monotonic_ns()}.npy"
-        self.call("dump", path=str(path))
+        self.call("dump", path=str(path), blocks=blocks)
         pages: NDArray[np.uint8] = np.load(path)
         return pages
 

@@ -22,7 +22,47 @@ import torch
 class Engine:
     """An in-process vLLM engine and the raw bytes of its cache."""
 
+    # How long a command is waited for between two steps.
+    busy_wait_seconds = 0.0005
+
     def __init__(self, options: dict[str, Any]) -> None:
+        chosen = self.choose_backend(options)
+        if options["record_nixl"]:
+            from tests.vllm import fakes
+
+            fakes.record_all()
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = options.get("kv_transfer_config")
+        arguments: dict[str, Any] = {
+            "model": options["model"],
+            "dtype": options["dtype"],
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "seed": 0,
+            "max_model_len": options["max_model_len"],
+            "block_size": options["block_size"],
+            "num_gpu_blocks_override": options["num_blocks"],
+            "max_num_batched_tokens": options["max_num_batched_tokens"],
+            "max_num_seqs": 8,
+            "enable_prefix_caching": options["enable_prefix_caching"],
+            "disable_log_stats": False,
+            "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
+        }
+        self.llm = LLM(**(arguments | chosen | options.get("llm_args", {})))
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.outputs: dict[str, dict[str, Any]] = {}
+        self.received: dict[str, dict[str, Any]] = {}
+        self.requested: dict[str, list[int]] = {}
+        self.snapshot_dir: Path | None = None
+        self._watch_requests()
+
+    def choose_backend(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Register the attention backend; the arguments of `LLM` that select it."""
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         from tests.vllm import backends
@@ -34,39 +74,7 @@ class Engine:
         register_backend(
             AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}"
         )
-        if options["record_nixl"]:
-            from tests.vllm import fakes
-
-            fakes.record_all()
-        from vllm import LLM
-        from vllm.config import KVTransferConfig
-
-        transfer = options.get("kv_transfer_config")
-        self.llm = LLM(
-            model=options["model"],
-            dtype=options["dtype"],
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            seed=0,
-            max_model_len=options["max_model_len"],
-            block_size=options["block_size"],
-            num_gpu_blocks_override=options["num_blocks"],
-            max_num_batched_tokens=options["max_num_batched_tokens"],
-            max_num_seqs=8,
-            enable_prefix_caching=options["enable_prefix_caching"],
-            disable_log_stats=False,
-            kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
-            **options.get("llm_args", {}),
-        )
-        self.engine = self.llm.llm_engine
-        self.core = self.engine.engine_core.engine_core
-        self.scheduler = self.core.scheduler
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.outputs: dict[str, dict[str, Any]] = {}
-        self.received: dict[str, dict[str, Any]] = {}
-        self.requested: dict[str, list[int]] = {}
-        self.snapshot_dir: Path | None = None
-        self._watch_requests()
+        return {}
 
     def _watch_requests(self) -> None:
         """Note which local blocks each request asks the connector for; changes nothing."""
@@ -95,29 +103,31 @@ class Engine:
         seen: dict[int, torch.Tensor] = {}
         for cache in self.layers().values():
             storage = cache.untyped_storage()
-            raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-            seen[storage.data_ptr()] = raw
+            raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
+            seen[storage.data_ptr()] = raw.set_(storage, 0, (storage.nbytes(),), (1,))
         return [seen[address] for address in sorted(seen)]
 
-    def pages(self) -> np.ndarray:
-        """The bytes of every page: [layer, block, page bytes], head slots in order.
+    def pages(self, blocks: list[int] | None = None) -> np.ndarray:
+        """The bytes of these blocks' pages, all by default: [layer, block, page bytes].
 
-        Read through data pointers and real strides only; nothing is reinterpreted.
+        Head slots are in order. Read through data pointers and real strides only; nothing is
+        reinterpreted.
         """
         per_layer = []
         for name in sorted(self.layers()):
             cache = self.layers()[name]
-            blocks, slots = cache.shape[0], cache.shape[1]
+            num_blocks, slots = cache.shape[0], cache.shape[1]
             size = cache.element_size()
             slot_bytes = cache.shape[2] * cache.shape[3] * size
             storage = cache.untyped_storage()
-            raw = torch.empty(0, dtype=torch.uint8).set_(
+            raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
                 storage,
                 cache.storage_offset() * size,
-                (blocks, slots, slot_bytes),
+                (num_blocks, slots, slot_bytes),
                 (cache.stride(0) * size, cache.stride(1) * size, 1),
             )
-            per_layer.append(raw.reshape(blocks, slots * slot_bytes).clone())
+            wanted = raw if blocks is None else raw[blocks]
+            per_layer.append(wanted.reshape(len(wanted), slots * slot_bytes).cpu())
         return torch.stack(per_layer).numpy()
 
     def describe(self) -> dict[str, Any]:
@@ -150,16 +160,20 @@ class Engine:
 
     def do_poison(self, seed: int) -> None:
         """Overwrite the whole cache with seeded bytes: what was not written stays recognisable."""
-        generator = torch.Generator().manual_seed(seed)
         for raw in self.storages():
-            raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+            generator = torch.Generator(raw.device).manual_seed(seed)
+            raw.random_(0, 256, generator=generator)
 
-    def do_dump(self, path: str) -> None:
-        np.save(path, self.pages())
+    def do_dump(self, path: str, blocks: list[int] | None = None) -> None:
+        np.save(path, self.pages(blocks))
 
-    def do_snapshot_received(self, directory: str) -> None:
+    def do_snapshot_received(self, directory: str | None) -> None:
         """From now on, save the cache whenever a request is reported received, before it runs."""
-        self.snapshot_dir = Path(directory)
+        self.snapshot_dir = None if directory is None else Path(directory)
+
+    def snapshot_blocks(self, requested: list[int]) -> list[int] | None:
+        """Which blocks a snapshot of a request holds; None for all."""
+        return None
 
     def do_submit(self, requests: list[dict[str, Any]]) -> None:
         from vllm import SamplingParams
@@ -228,7 +242,7 @@ class Engine:
             }
             if self.snapshot_dir is not None:
                 path = self.snapshot_dir / f"received-{len(self.received)}.npy"
-                np.save(path, self.pages())
+                np.save(path, self.pages(self.snapshot_blocks(entry["requested"])))
                 entry["pages"] = str(path)
             self.received[internal] = entry
 
@@ -237,7 +251,7 @@ def serve(engine: Engine, commands: TextIO, replies: TextIO) -> None:
     buffer = ""
     while True:
         busy = engine.scheduler.has_requests()
-        ready, _, _ = select.select([commands], [], [], 0.0005 if busy else 0.02)
+        ready, _, _ = select.select([commands], [], [], engine.busy_wait_seconds if busy else 0.02)
         if ready:
             chunk = os.read(commands.fileno(), 1 << 20).decode()
             if not chunk:
@@ -266,13 +280,13 @@ def reply(replies: TextIO, message: dict[str, Any]) -> None:
     replies.flush()
 
 
-def main(options: dict[str, Any]) -> None:
+def main(options: dict[str, Any], kind: type[Engine] = Engine) -> None:
     """Run an engine until its stdin ends; does not return."""
     # vLLM and its libraries print; only the duplicated descriptor carries the protocol.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        engine = Engine(options)
+        engine = kind(options)
     except BaseException:
         reply(replies, {"fatal": traceback.format_exc()})
         raise

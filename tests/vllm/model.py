@@ -1,4 +1,4 @@
-"""A tiny Qwen3 model with seeded weights, written as a safetensors file.
+"""A Qwen3 model, tiny by default, with seeded weights, written as a safetensors file.
 
 The weights are large enough that attention decides every logit: a cache whose bytes are
 permuted changes the greedy token at once. Nothing is downloaded and no tokenizer is needed.
@@ -19,7 +19,7 @@ LAYERS = 3
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the KV cache depends on; everything else about the model is fixed."""
+    """What a page depends on."""
 
     kv_heads: int = 2
     head_dim: int = 64
@@ -30,25 +30,38 @@ class ModelShape:
         return f"qwen3-h{self.kv_heads}-d{self.head_dim}-{self.dtype}"
 
 
-def build_model(directory: Path, shape: ModelShape) -> Path:
-    """Write the model under `directory`; the same shape gives the same bytes."""
-    path = directory / shape.name
+@dataclass(frozen=True)
+class ModelSize:
+    """The rest of the model."""
+
+    layers: int = LAYERS
+    hidden: int = 256
+    max_tokens: int = 4096
+
+    @property
+    def name(self) -> str:
+        return f"l{self.layers}-w{self.hidden}-t{self.max_tokens}"
+
+
+def build_model(directory: Path, shape: ModelShape, size: ModelSize = ModelSize()) -> Path:
+    """Write the model under `directory`; the same shape and size give the same bytes."""
+    path = directory / f"{shape.name}-{size.name}"
     if (path / "config.json").exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
-    hidden, query_heads = 256, 2 * shape.kv_heads
-    _write_safetensors(path / "model.safetensors", _weights(shape, hidden, query_heads))
+    hidden, query_heads = size.hidden, 2 * shape.kv_heads
+    _write_safetensors(path / "model.safetensors", _weights(shape, size, query_heads))
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": size.layers,
         "num_attention_heads": query_heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": size.max_tokens,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -62,7 +75,7 @@ def build_model(directory: Path, shape: ModelShape) -> Path:
     return path
 
 
-def _weights(shape: ModelShape, hidden: int, query_heads: int) -> dict[str, torch.Tensor]:
+def _weights(shape: ModelShape, size: ModelSize, query_heads: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(
         1 + sum(ord(char) for char in json.dumps(asdict(shape)))
     )
@@ -75,13 +88,14 @@ def _weights(shape: ModelShape, hidden: int, query_heads: int) -> dict[str, torc
         return torch.full((size,), value, dtype=dtype)
 
     q_size, kv_size = query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden = size.hidden
     unit = hidden**-0.5
     weights = {
         "model.embed_tokens.weight": normal(VOCABULARY, hidden, scale=0.3),
         "model.norm.weight": ones(hidden),
         "lm_head.weight": normal(VOCABULARY, hidden, scale=1.0),
     }
-    for layer in range(LAYERS):
+    for layer in range(size.layers):
         prefix = f"model.layers.{layer}."
         weights |= {
             prefix + "input_layernorm.weight": ones(hidden),

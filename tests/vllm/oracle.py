@@ -1,4 +1,4 @@
-"""What a shuffled cache must hold, from a standard one: the element oracle on whole pages."""
+"""What a shuffled or a keyed cache must hold, from a standard one, on whole pages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,17 @@ class PageShape:
         standard = numbers.reshape(self.heads, self.tokens, 2 * self.head_dim)
         k, v = standard[..., : self.head_dim], standard[..., self.head_dim :]
         spec = Spec("aiter-shuffle", "tiled", self.heads, self.tokens, self.head_dim, self.dtype)
-        table = np.concatenate(planes(spec, k, v))
+        table = np.concatenate(planes(spec, k, v)).astype(np.intp)
         if not np.array_equal(np.sort(table), numbers):
             raise AssertionError("the oracle is not a permutation")
-        elements = pages.reshape(*pages.shape[:-1], numbers.size, ELEMENT_BYTES[self.dtype])
-        return elements[..., table, :].reshape(pages.shape)
+        elements = pages.view(f"u{ELEMENT_BYTES[self.dtype]}")
+        return np.ascontiguousarray(np.take(elements, table, axis=-1)).view(np.uint8)
+
+    def keyed(self, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Standard pages [..., page bytes] as keyed ones: V, then K with each word XORed."""
+        if ELEMENT_BYTES[self.dtype] != 2:
+            raise ValueError(f"keyed pages have elements of two bytes, not {self.dtype}")
+        rows = np.ascontiguousarray(pages).view("<u2").reshape(-1, 2 * self.head_dim)
+        k, v = rows[:, : self.head_dim], rows[:, self.head_dim :]
+        out = np.hstack([v, np.bitwise_xor(k, np.uint16(0x5AA5))])
+        return out.view(np.uint8).reshape(pages.shape)

@@ -32,7 +32,7 @@ def kvpd_transfer(role: str, **extra: Any) -> dict[str, Any]:
 def _transfer(name: str, role: str, module: str | None, extra: dict[str, Any]) -> dict[str, Any]:
     top_level: dict[str, Any] = {
         key: extra.pop(key)
-        for key in ("kv_load_failure_policy", "enable_permute_local_kv")
+        for key in ("kv_load_failure_policy", "enable_permute_local_kv", "kv_buffer_device")
         if key in extra
     }
     # A loaded machine must not turn into an expired lease; tests of leases set their own.
@@ -146,6 +146,10 @@ class Pair:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End both engines."""
         self._stack.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.checks import Colocated, assert_uses, checked_hand_over, kvpd_pair, page_shape
-from tests.vllm.model import LAYERS, ModelShape
+from tests.vllm.model import ModelShape
 from tests.vllm.pair import prompts
 
 SHAPE = ModelShape(kv_heads=2, head_dim=64)
@@ -19,7 +19,7 @@ BLOCK = 16
 @pytest.mark.parametrize(
     ("shape", "block_size"),
     [
-        (ModelShape(kv_heads=3, head_dim=128, dtype="float16"), 32),
+        pytest.param(ModelShape(3, 128, "float16"), 32, marks=pytest.mark.core),
         pytest.param(ModelShape(1, 64, "float16"), 32, marks=pytest.mark.slow),
         pytest.param(ModelShape(4, 128, "bfloat16"), 16, marks=pytest.mark.slow),
         pytest.param(ModelShape(2, 64, "bfloat16"), 32, marks=pytest.mark.slow),
@@ -59,17 +59,21 @@ def test_prefix_hits_and_chunked_prefill(
     assert hits == [0, 3, 4]
 
 
+@pytest.mark.core
 def test_staged_in_a_slab(
     model_of: Callable[[ModelShape], Path], colocated: Colocated, tmp_path: Path
 ) -> None:
-    """The slab holds one request of seven blocks; requests take turns."""
-    page_bytes = 2 * SHAPE.kv_heads * BLOCK * SHAPE.head_dim * 2 * LAYERS
+    """The slab holds a third of a request of seven blocks; requests take turns."""
+    page_bytes = 2 * SHAPE.kv_heads * BLOCK * SHAPE.head_dim * 2
     batch = prompts(4, blocks=6, block_size=BLOCK, seed=71)
     expected = colocated(SHAPE, BLOCK, batch)
-    options = {"slab_bytes": 7 * page_bytes + 100}
+    # Descriptors that cost far more than chunks: in place would need twice as many.
+    link = {"seconds_per_descriptor": 1.0, "seconds_per_chunk": 1e-6}
+    options = {"slab_bytes": 7 * page_bytes + 100, "link": link}
     with kvpd_pair(model_of(SHAPE), tmp_path, options, max_model_len=112) as pair:
         checked_hand_over(pair, batch, expected, page_shape(SHAPE, BLOCK), tmp_path)
         metrics = pair.decode.call("metrics")
+    assert metrics["vllm:kvpd_requests_total placement=staged"] == len(batch)
     assert "vllm:kvpd_slab_use" in metrics
 
 

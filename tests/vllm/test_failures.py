@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.vllm.checks import Colocated, checked_hand_over, page_shape
+from tests.vllm.checks import Colocated, checked_hand_over, page_shape, until
 from tests.vllm.client import EngineProcess, free_port
 from tests.vllm.model import ModelShape
 from tests.vllm.pair import Pair, kvpd_transfer, pair_options, prompts
@@ -50,11 +50,11 @@ def free_blocks(engine: EngineProcess) -> int:
     return int(evaluate(engine, f"result = {pool}.get_num_free_blocks()"))
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
+def until_asked_again(engine: EngineProcess, counter: str, times: int = 20) -> None:
+    """Wait until the engine has asked a fake so many times more: it steps, and has its answer."""
+    source = f"result = worker.{counter}"
+    enough = int(evaluate(engine, source)) + times
+    until(lambda: int(evaluate(engine, source)) >= enough)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,7 @@ def pair(
         yield pair
 
 
+@pytest.mark.core
 def test_aborted_in_flight_keeps_its_blocks_until_the_read_has_ended(
     pair: Pair, colocated: Colocated, tmp_path: Path
 ) -> None:
@@ -76,11 +77,11 @@ def test_aborted_in_flight_keeps_its_blocks_until_the_read_has_ended(
     control(pair.decode, withhold=True)
     pair.decode.call("submit", requests=[request])
     until(lambda: free_blocks(pair.decode) < idle)
-    until(lambda: bool(evaluate(pair.decode, "result = worker._link.num_live_pages")))
+    until(lambda: bool(evaluate(pair.decode, "result = worker._link.num_live")))
     held = free_blocks(pair.decode)
     internal = evaluate(pair.decode, "result = list(worker._recving_metadata)")
     pair.decode.call("abort", ids=[request["id"]])
-    time.sleep(0.3)
+    until_asked_again(pair.decode, "fake.polls")
     # Something may still write them: neither free nor forgotten.
     assert free_blocks(pair.decode) == held
     assert evaluate(pair.decode, "result = list(worker._recving_metadata)") == internal
@@ -91,6 +92,7 @@ def test_aborted_in_flight_keeps_its_blocks_until_the_read_has_ended(
     checked_hand_over(pair, batch[1:], expected, PAGES, tmp_path)
 
 
+@pytest.mark.core
 def test_a_failed_read_is_never_converted_and_its_blocks_are_invalid(
     pair: Pair, colocated: Colocated, tmp_path: Path
 ) -> None:
@@ -102,7 +104,7 @@ def test_a_failed_read_is_never_converted_and_its_blocks_are_invalid(
     notices = evaluate(pair.decode, "result = len(worker.fake.notices)")
     pair.decode.call("submit", requests=requests)
     until(lambda: free_blocks(pair.decode) < idle)
-    time.sleep(0.3)
+    until_asked_again(pair.decode, "fake.refusals")
     # Failed, but its handle cannot be released: DMA may go on, so the blocks are still taken.
     assert free_blocks(pair.decode) < idle
     control(pair.decode, refuse_release=False)
@@ -130,20 +132,21 @@ def test_a_request_is_not_ready_before_it_is_converted(pair: Pair, tmp_path: Pat
         pair.decode,
         """
 from kvpd.convert import ConversionQueue
-class Pending:
+class FakeCompletion:
     finished = False
+    polls = 0
     def done(self):
-        return Pending.finished
-worker.pending, worker.submit = Pending, ConversionQueue.submit
+        FakeCompletion.polls += 1
+        return FakeCompletion.finished
+worker.completion, worker.submit = FakeCompletion, ConversionQueue.submit
 def submit(queue, *arguments):
     worker.submit(queue, *arguments)
-    return Pending()
+    return FakeCompletion()
 ConversionQueue.submit = submit
 """,
     )
     pair.decode.call("submit", requests=[request])
-    until(lambda: evaluate(pair.decode, "result = worker._link.num_live_pages") > 0)
-    time.sleep(0.3)
+    until_asked_again(pair.decode, "completion.polls")
     state = evaluate(
         pair.decode,
         f"""
@@ -161,7 +164,7 @@ result = dict(
     assert state["busy"], "clean-up would take the peer away"
     remote = request["kv_transfer_params"]["remote_request_id"]
     assert f"{remote}:1" not in state["notices"], "the prefill was told too early"
-    evaluate(pair.decode, "worker.pending.finished = True")
+    evaluate(pair.decode, "worker.completion.finished = True")
     pair.decode.wait([request["id"]])
     notices = evaluate(pair.decode, "result = [n.decode() for n in worker.fake.notices]")
     assert notices.count(f"{remote}:1") == 1
@@ -198,21 +201,29 @@ def test_dead_before_the_handshake_is_recomputed(
 def test_a_lease_that_ran_out_is_not_read(
     model_of: Callable[[ModelShape], Path], colocated: Colocated, tmp_path: Path
 ) -> None:
-    batch = prompts(3, blocks=3, block_size=BLOCK, seed=6)
-    expected = colocated(SHAPE, BLOCK, batch[2:])
+    batch = prompts(4, blocks=3, block_size=BLOCK, seed=6)
+    expected = colocated(SHAPE, BLOCK, batch)
     lease = {"kv_lease_duration": 18}
     with pair_of(model_of(SHAPE), tmp_path, lease, lease) as pair:
-        late, slow = pair.prefill_only(batch[:1]), pair.prefill_only(batch[1:2])
+        renewed = pair.prefill_only(batch[:1])
         evaluate(pair.decode, "from tests.vllm import fakes; fakes.install(worker)")
+
+        def read_for_longer_than_the_lease(requests: list[dict[str, Any]]) -> dict[str, Any]:
+            control(pair.decode, withhold=True)
+            pair.decode.call("submit", requests=requests)
+            until(lambda: evaluate(pair.decode, "result = worker._link.num_live") > 0)
+            time.sleep(18)
+            control(pair.decode, withhold=False)
+            return dict(pair.decode.wait([requests[0]["id"]])[requests[0]["id"]])
+
+        # Heartbeats move the deadline of a request that is being read.
+        done = read_for_longer_than_the_lease(renewed)
+        assert (done["finish_reason"], done["tokens"]) == ("length", expected[0])
+        late, slow = pair.prefill_only(batch[1:2]), pair.prefill_only(batch[2:3])
         before = pair.decode.call("metrics")
         # Connected and reading in time, but the read ends after the deadline.
-        control(pair.decode, withhold=True)
-        pair.decode.call("submit", requests=slow)
-        until(lambda: evaluate(pair.decode, "result = worker._link.num_live_pages") > 0)
-        time.sleep(18)
-        control(pair.decode, withhold=False)
-        done = pair.decode.wait([slow[0]["id"]])
-        assert done[slow[0]["id"]]["finish_reason"] == "error"
+        evaluate(pair.decode, "from tests.vllm import fakes; fakes.lose_heartbeats(worker)")
+        assert read_for_longer_than_the_lease(slow)["finish_reason"] == "error"
         # Asked for after the deadline: not even begun.
         pair.decode.call("submit", requests=late)
         done = pair.decode.wait([late[0]["id"]])
@@ -222,7 +233,7 @@ def test_a_lease_that_ran_out_is_not_read(
         key = "vllm:kvpd_pages_converted_total"
         assert after[key] == before[key]
         assert after["vllm:nixl_num_kv_expired_reqs_total"] >= 1
-        checked_hand_over(pair, batch[2:], expected, PAGES, tmp_path)
+        checked_hand_over(pair, batch[3:], expected[3:], PAGES, tmp_path)
 
 
 def test_a_prefill_that_comes_back_at_its_address(

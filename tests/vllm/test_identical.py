@@ -42,7 +42,13 @@ def calls_of_decoder(
     return calls, tokens
 
 
-@pytest.mark.parametrize(("backend", "layout"), [("standard", "LBHNC"), ("shuffled", "LHBNC")])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        pytest.param("standard", "LBHNC", marks=pytest.mark.core),
+        ("shuffled", "LHBNC"),
+    ],
+)
 def test_nixl_calls_equal_stock(
     backend: str,
     layout: str,

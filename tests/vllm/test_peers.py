@@ -1,12 +1,11 @@
 """Which peers are served, which are refused, and what is said: kvpd and stock engines side by side.
 
-Engines are started once and meet in several pairs; a decoder can have any number of prefills.
+Engines meet in several pairs; a decoder can have any number of prefills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.vllm.pair import HandOver, decode, kvpd_transfer, prefill, prompts, s
 SHAPE = ModelShape(kv_heads=2, head_dim=64)
 BLOCK = 16
 OTHER_NAME = "TRITON_ATTN"
+MOST = 4
 
 # name -> backend, transfer, backend name. p_ engines prefill, d_ engines decode.
 ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
@@ -28,6 +28,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "p_stock_other_name": ("standard", stock_transfer("kv_producer"), OTHER_NAME),
     "p_kvpd": ("standard", kvpd_transfer("kv_producer"), None),
     "p_kvpd_other_name": ("standard", kvpd_transfer("kv_producer"), OTHER_NAME),
+    "p_kvpd_lies": ("standard", kvpd_transfer("kv_producer"), None),
     "p_kvpd_shuffled": ("shuffled", kvpd_transfer("kv_producer"), None),
     "d_stock": ("standard", stock_transfer("kv_consumer"), None),
     "d_kvpd": ("standard", kvpd_transfer("kv_consumer"), None),
@@ -53,27 +54,34 @@ ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 
 class Engines:
-    """Engines by name, started when first asked for and kept."""
+    """Engines by name, started when asked for; those not asked for the longest are ended.
+
+    Also an idle one keeps a tenth of a core busy with NIXL's progress thread.
+    """
 
     def __init__(self, model: Path, directory: Path) -> None:
         self.directory = directory
         self._model = model
-        self._stack = ExitStack()
         self._running: dict[str, EngineProcess] = {}
 
     def start(self, *names: str) -> None:
         for name in names:
-            if name not in self._running:
-                backend, transfer, backend_name = ENGINES[name]
-                options = replace(
-                    EngineOptions(self._model, backend, transfer=transfer),
-                    backend_name=backend_name,
-                )
-                process = EngineProcess(name, options, self.directory)
-                self._running[name] = self._stack.enter_context(process)
+            engine = self._running.pop(name, None) or self._new(name)
+            self._running[name] = engine  # last again
+        idle = [name for name in self._running if name not in names]
+        for name in idle[: max(0, len(self._running) - MOST)]:
+            self._running.pop(name).close()
+
+    def _new(self, name: str) -> EngineProcess:
+        backend, transfer, backend_name = ENGINES[name]
+        options = replace(
+            EngineOptions(self._model, backend, transfer=transfer), backend_name=backend_name
+        )
+        return EngineProcess(name, options, self.directory)
 
     def __getitem__(self, name: str) -> EngineProcess:
-        self.start(name)
+        if name not in self._running:
+            self.start(name)
         return self._running[name]
 
     def hand_over(self, source: str, target: str, batch: list[list[int]]) -> HandOver:
@@ -108,7 +116,8 @@ result = [name for name in (
         return bool(found)
 
     def close(self) -> None:
-        self._stack.close()
+        for engine in self._running.values():
+            engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +142,7 @@ def expected(colocated: Colocated, batch: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("p_kvpd", "d_kvpd"),
+        pytest.param("p_kvpd", "d_kvpd", marks=pytest.mark.core),
         # Backends may have different names when the pages are equal; stock would refuse.
         ("p_kvpd_other_name", "d_kvpd"),
         # A tag is skipped by a stock decoder.
@@ -161,7 +170,7 @@ def test_served(
     ("source", "target", "codes"),
     [
         # Untagged, and our pages are not what stock assumes.
-        ("p_stock", "d_kvpd_shuffled", ["untagged-peer"]),
+        pytest.param("p_stock", "d_kvpd_shuffled", ["untagged-peer"], marks=pytest.mark.core),
         ("p_stock", "d_kvpd_strict", ["untagged-peer"]),
         ("p_stock_other_name", "d_kvpd", ["stock-digest"]),
         # Convertible in principle, out of scope in this direction; the digest check is off here.
@@ -184,6 +193,40 @@ def test_refused_with_every_reason_once_per_peer(
         assert after[key] > before.get(key, 0)
 
 
+@pytest.mark.core
+def test_a_tag_that_contradicts_its_metadata_is_refused_at_the_handshake(
+    engines: Engines, batch: list[list[int]]
+) -> None:
+    """What the prefill sends is changed on its way out: the strides of the metadata, not the tag.
+
+    Field by field: test_judgement.py.
+    """
+    engines["p_kvpd_lies"].call(
+        "evaluate",
+        source="""
+import msgspec
+# The listener thread serves what lies in this dict, by rank.
+(served, *_) = engine.scheduler.connector.connector_scheduler._nixl_handshake_listener_t._args
+for rank, raw in served.items():
+    payload = msgspec.msgpack.decode(raw)
+    metadata = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
+    assert metadata["kvpd"]
+    metadata["block_strides"] = [2 * stride for stride in metadata["block_strides"]]
+    payload["agent_metadata_bytes"] = msgspec.msgpack.encode(metadata)
+    served[rank] = msgspec.msgpack.encode(payload)
+""",
+    )
+    for target in ("d_kvpd_shuffled", "d_kvpd_lenient"):
+        result = engines.hand_over("p_kvpd_lies", target, batch)
+        assert set(result.finish_reasons.values()) == {"error"}
+        assert not engines.knows(target, "p_kvpd_lies")
+        (said,) = engines.said(target, "p_kvpd_lies")
+        assert "is refused: tag-contradicts-metadata: block_strides" in said
+        key = "vllm:kvpd_refusals_total reason=tag-contradicts-metadata"
+        assert engines[target].call("metrics")[key] > 0
+
+
+@pytest.mark.core
 def test_recompute_policy_is_respected(
     engines: Engines, batch: list[list[int]], expected: list[list[int]]
 ) -> None:

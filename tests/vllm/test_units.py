@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpd import FormatError, KvpdError, PageFormat, negotiate
+from kvpd import FormatError, KvpdError, LinkModel, PageFormat, negotiate
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.formats import AITER_FA, PACKED, LayerCache, opaque, page_format, spans_of
 from kvpd.vllm.leases import MARGIN_SECONDS, Leases
-from kvpd.vllm.versions import check_vllm, public_release
+from kvpd.vllm.versions import check_nixl, check_vllm, public_release
+from tests.vllm.checks import warnings_about_pages
+from tests.vllm.model import ModelShape, ModelSize, build_model
 
 TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 ROCM_ATTN = "vllm.v1.attention.backends.rocm_attn.RocmAttentionBackend"
@@ -61,6 +66,8 @@ def test_aiter_is_shuffled_only_with_its_switch() -> None:
         {"num_head_slots": 2},
         {"has_plain_content": False},
         {"backend": AITER_FA, "is_shuffled": True},
+        # Slots interleaved token by token: no dense planes.
+        {"backend": AITER_FA, "is_shuffled": True, "num_head_slots": 2, "layout": "LBNHC"},
     ],
 )
 def test_anything_else_is_opaque_and_equals_only_itself(change: dict[str, Any]) -> None:
@@ -127,12 +134,25 @@ def test_keys_have_defaults_and_exact_types() -> None:
         ("slab_bytes", True),
         ("slab_bytes", -1),
         ("slab_bytes", "1GiB"),
+        ("direct_transfer", 1),
+        ("link", "fast"),
+        ("link", {"bytes_per_second": True}),
     ):
         with pytest.raises(KvpdError) as caught:
             ConnectorConfig.of({key: value})
         assert caught.value.code == "invalid-config"
         assert caught.value.field == f"kv_connector_extra_config.{key}"
         assert caught.value.got == repr(value)
+
+
+def test_rates_are_the_link_models() -> None:
+    config = ConnectorConfig.of({"link": {"bytes_per_second": 5e9}})
+    assert config.link_model("dram") == LinkModel("dram", bytes_per_second=5e9)
+    assert ConnectorConfig.of({}).link_model("vram") == LinkModel("vram")
+    for rates in ({"bytes_per_second": 0}, {"speed": 1.0}):
+        with pytest.raises(KvpdError) as caught:
+            ConnectorConfig.of({"link": rates})
+        assert caught.value.field == "kv_connector_extra_config.link"
 
 
 def test_unknown_releases_are_named() -> None:
@@ -144,6 +164,55 @@ def test_unknown_releases_are_named() -> None:
         assert (caught.value.code, caught.value.got) == ("unsupported-version", version)
         assert "0.32.x" in str(caught.value)
     assert public_release("0.33.0+rocm721") == public_release("0.33.0+cu129") == "0.33.0"
+
+
+@pytest.mark.parametrize(
+    ("installed", "unknown"),
+    [
+        ({"nixl": "1.5.1"}, None),
+        ({"nixl-rocm": "1.5.0+rocm7"}, None),
+        ({}, "none"),
+        ({"nixl": "1.6.0"}, "1.6.0"),
+        ({"nixl": "1.4.2"}, "1.4.2"),
+        # vLLM loads one of them, and which one is its affair.
+        ({"nixl": "1.5.1", "nixl-cu12": "1.4.2"}, "1.4.2"),
+    ],
+)
+def test_an_unknown_nixl_is_refused(
+    installed: dict[str, str], unknown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    if unknown is None:
+        check_nixl()
+        return
+    with pytest.raises(KvpdError) as caught:
+        check_nixl()
+    assert (caught.value.code, caught.value.field) == ("unsupported-version", "nixl")
+    assert (caught.value.got, caught.value.expected) == (unknown, "1.5.x")
+    assert f"does not know NIXL {unknown}; it works with 1.5.x" in str(caught.value)
+
+
+def test_which_lines_warn_about_pages() -> None:
+    """Without a match for each, "stock says nothing" could not fail."""
+    start = "(MainProcess pid=643) {} 11-30 07:46:10 [base_worker.py:614] "
+    texts = ("NIXL transfer failure", "kv_cache_layout differs", "the Connector gave up", "KV head")
+    lines = [start.format(level) + text for level in ("WARNING", "ERROR") for text in texts]
+    others = [start.format("INFO") + text for text in texts]
+    others.append(start.format("WARNING") + "Passing raw prompts is deprecated")
+    assert warnings_about_pages("\n".join([*lines, *others])) == lines
+
+
+def test_models_of_two_sizes_in_one_folder(tmp_path: Path) -> None:
+    shape, small = ModelShape(kv_heads=1), ModelSize(layers=1, hidden=64)
+    paths = [build_model(tmp_path, shape, size) for size in (small, replace(small, layers=2))]
+    found = [json.loads((path / "config.json").read_text()) for path in paths]
+    assert [config["num_hidden_layers"] for config in found] == [1, 2]
+    assert build_model(tmp_path, shape, small) == paths[0]
 
 
 def test_leases() -> None:

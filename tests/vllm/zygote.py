@@ -1,4 +1,6 @@
-"""Fork engines from a process that has imported vLLM already; see client.py.
+"""Fork engines from a process that has imported their modules already; see client.py.
+
+    python -m tests.vllm.zygote DESCRIPTOR [MODULE ...]
 
 Importing vLLM and torch costs more than everything else an engine of the test bed does at start.
 The zygote imports and does nothing else: no threads, no devices, no engine. Each engine is still a
@@ -7,6 +9,7 @@ process of its own, with its own environment.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -17,15 +20,10 @@ import threading
 MAX_MESSAGE_BYTES = 1 << 16
 
 
-def preload() -> None:
-    """Import what an engine imports."""
-    import vllm.distributed.kv_transfer.kv_connector.v1.nixl
-    import vllm.entrypoints.llm
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_model_runner
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
+def preload(modules: list[str]) -> None:
+    """Import what engines import."""
+    for name in modules:
+        importlib.import_module(name)
     if threading.active_count() != 1:
         raise RuntimeError(f"not safe to fork: {threading.enumerate()}")
 
@@ -38,17 +36,15 @@ def child(message: dict[str, object], descriptors: list[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(message["environment"])  # type: ignore[call-overload]
-    from tests.vllm import engine
-
     try:
-        engine.main(message["options"])  # type: ignore[arg-type]
+        importlib.import_module(str(message["module"])).main(message["options"])
     finally:
         os._exit(1)
 
 
 def main() -> None:
     server = socket.socket(fileno=int(sys.argv[1]))
-    preload()
+    preload(sys.argv[2:])
     # Engines are waited for by nobody; without this they would stay as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server.sendall(b"ready\n")

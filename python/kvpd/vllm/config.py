@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from kvpd.errors import KvpdError
+from kvpd._kvpd import LinkModel
+from kvpd.errors import KvpdError, PlanError
+
+if TYPE_CHECKING:
+    from kvpd.words import Memory
 
 
 @dataclass(frozen=True)
@@ -16,15 +20,23 @@ class ConnectorConfig:
     Attributes:
         page_format_conversion: on a decoder, accept peers whose page format is another one and
             convert their pages, where the pair is in scope. Off: such peers are refused.
+        link: what transfers cost here, where the defaults of `kvpd.LinkModel` are wrong; names and
+            units are its own. ``kvpd bench transfer`` prints what it measured in this form.
+        direct_transfer: on a prefill, offer the cache's memory to processes of this user on this
+            host; on a decoder, read the memory of prefills that offer it with the conversion
+            itself, in place of NIXL. Both sides must switch it on. A pair that cannot (another
+            host, no CUDA, memory that cannot be shared) is served as without it.
         require_tagged_peers: refuse peers that publish no page format, whatever our own pages are.
         slab_bytes: memory in which raw pages land before they are converted into the cache. 0:
             they land in the cache itself, which needs no memory but makes two short descriptors of
-            each page.
+            each page. Requests of any length pass through a slab of any size, in chunks.
     """
 
     page_format_conversion: bool = False
     require_tagged_peers: bool = False
     slab_bytes: int = 0
+    direct_transfer: bool = False
+    link: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -40,7 +52,13 @@ class ConnectorConfig:
             page_format_conversion=_flag(extra, "page_format_conversion"),
             require_tagged_peers=_flag(extra, "require_tagged_peers"),
             slab_bytes=slab_bytes,
+            direct_transfer=_flag(extra, "direct_transfer"),
+            link=_rates(extra),
         )
+
+    def link_model(self, memory: Memory) -> LinkModel:
+        """The model of a cache in this kind of memory."""
+        return LinkModel(memory, **self.link)
 
 
 def _flag(extra: Mapping[str, Any], key: str) -> bool:
@@ -48,6 +66,20 @@ def _flag(extra: Mapping[str, Any], key: str) -> bool:
     if not isinstance(value, bool):
         raise _invalid(key, value, "true or false")
     return value
+
+
+def _rates(extra: Mapping[str, Any]) -> Mapping[str, float]:
+    rates = extra.get("link", {})
+    if not isinstance(rates, Mapping) or not all(
+        isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates.values()
+    ):
+        raise _invalid("link", rates, "a map of rates")
+    found = {str(name): float(rate) for name, rate in rates.items()}
+    try:
+        LinkModel("dram", **found)
+    except (TypeError, PlanError) as error:
+        raise _invalid("link", found, f"rates of kvpd.LinkModel ({error})") from error
+    return found
 
 
 def _invalid(key: str, value: object, expected: str) -> KvpdError:

@@ -94,6 +94,9 @@ def page_format(cache: LayerCache, backend: object) -> PageFormat:
     declared = declared_format(cache, backend)
     if declared is None:
         return opaque(cache)
+    if len(declared.plane_bytes) > 1 and cache.layout in TOKEN_MAJOR:
+        # Such a layout interleaves the slots token by token: the planes are not dense in it.
+        return opaque(cache)
     if declared.page_bytes != cache.page_bytes:
         raise FormatError(
             f"{cache.backend} declares pages of {declared.page_bytes} bytes, "

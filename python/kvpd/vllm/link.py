@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from kvpd._kvpd import EngineDescription, Verdict, negotiate, slab_bytes
-from kvpd.errors import KvpdError, RefusedError
+from kvpd.convert import registered_pairs
+from kvpd.errors import DirectError, KvpdError, RefusedError
 from kvpd.nixl import Agent
 from kvpd.peer import Peer
 from kvpd.receive import BlockIds, Receiver
 from kvpd.request import Outcome
 from kvpd.vllm.config import ConnectorConfig
-from kvpd.wire import Handshake, decode_tag
+from kvpd.vllm.judgement import Digests, Judgement, Local, PeerMetadata, Policy, judge
 
 # vLLM configures handlers for its own loggers only; a refusal must be seen.
 logger = logging.getLogger("vllm.kvpd")
@@ -35,32 +35,17 @@ class Record(Protocol):
         """A peer without a tag was accepted."""
 
 
-@dataclass(frozen=True)
-class Digests:
-    """Stock's compatibility digests, and whether the operator lets stock compare them.
-
-    Attributes:
-        local: ours, as a stock connector on this engine would publish it.
-        remote: the peer's.
-        enforced: False with ``enforce_handshake_compat=false``.
-    """
-
-    local: str
-    remote: str
-    enforced: bool
-
-
 class Link:
     """One rank's view of its peers.
 
     Args:
         agent: the engine's NIXL agent; the cache is registered with it.
-        description: our facts and regions.
+        local: our facts and regions.
         storages: the cache's tensors.
         config: what the operator chose.
         record: counts refusals and untagged peers.
         clock: seconds; deadlines are readings of it.
-        max_request_pages: blocks of the longest request; a slab has to hold them.
+        max_request_pages: blocks of the longest request.
 
     Raises:
         KvpdError: conversion is asked for and cannot be had (format or slab).
@@ -69,7 +54,7 @@ class Link:
     def __init__(
         self,
         agent: Agent,
-        description: EngineDescription,
+        local: Local,
         storages: Sequence[torch.Tensor],
         config: ConnectorConfig,
         record: Record,
@@ -77,85 +62,97 @@ class Link:
         *,
         max_request_pages: int,
     ) -> None:
-        self.description = description
-        self.slab_pages = _slab_pages(description, config, max_request_pages)
+        description = local.description
+        self._local = local
         self._config = config
         self._record = record
         self._receiver: Receiver | None = None
         self._peers: dict[str, Peer] = {}
-        self._requests: dict[str, int] = {}
         self._said: dict[str, set[str]] = {}
-        if config.page_format_conversion:
-            if description.format is None:
-                raise KvpdError(
-                    "page_format_conversion needs one page format in all layers",
-                    code="mixed-local-formats",
-                    field="kv_connector_extra_config.page_format_conversion",
-                    got="several or untagged",
-                    expected="one format",
-                )
+        if config.page_format_conversion and description.format is None:
+            raise KvpdError(
+                "page_format_conversion needs one page format in all layers",
+                code="mixed-local-formats",
+                field="kv_connector_extra_config.page_format_conversion",
+                got="several or untagged",
+                expected="one format",
+            )
+        if config.page_format_conversion or config.direct_transfer:
             self._receiver = Receiver(
                 agent,
                 description,
                 storages,
-                convert=True,
-                placement="staged" if self.slab_pages else "in_place",
-                slab_pages=self.slab_pages,
+                convert=config.page_format_conversion,
+                direct=config.direct_transfer,
+                placement="planned" if config.slab_bytes else "in_place",
+                slab_bytes=config.slab_bytes,
+                max_pages=max_request_pages,
+                link=config.link_model(description.regions[0].memory),
                 require_tagged=config.require_tagged_peers,
                 clock=clock,
             )
 
-    def judge(self, engine_id: str, tag: bytes | None, digests: Digests) -> Judgement:
-        """Decide about a peer before anything of it is registered.
-
-        A tagged peer is judged by its published facts and formats. An untagged one can only be
-        taken as stock takes it: by the exact digest.
+    def judge(self, peer: PeerMetadata, digests: Digests) -> Judgement:
+        """Decide about a peer before anything of it is registered; say and count the outcome.
 
         Raises:
-            RefusedError: the verdict, with every reason.
-            WireError: the tag is not one.
-            KvpdError: an untagged peer's digest differs.
+            KvpdError: as `kvpd.vllm.judgement.judge`.
         """
+        engine_id = peer.engine_id
+        policy = Policy(
+            convert=self._config.page_format_conversion,
+            require_tagged=self._config.require_tagged_peers,
+            converters=registered_pairs(),
+        )
         with self.refusing(engine_id):
-            handshake = None if tag is None else decode_tag(tag)
-            _check_engine(engine_id, handshake)
-            verdict = negotiate(
-                self.description,
-                None if handshake is None else handshake.description,
-                convert=self._config.page_format_conversion,
-                require_tagged=self._config.require_tagged_peers,
-            )
-            if verdict.kind == "refuse":
-                raise RefusedError(verdict)
-            if handshake is None:
-                _check_digest(digests)
-        if handshake is None:
+            judgement = judge(self._local, peer, digests, policy)
+        if judgement.handshake is None:
             self._record.record_untagged_peer()
-        for warning in verdict.warnings:
+        for warning in judgement.verdict.warnings:
             self._say(
                 engine_id,
                 logging.WARNING,
                 f"peer {engine_id}: {warning.code}: {warning.remedy}",
             )
-        self._say(engine_id, logging.INFO, f"peer {engine_id}: {verdict}")
-        return Judgement(verdict, handshake)
+        self._say(engine_id, logging.INFO, f"peer {engine_id}: {judgement.verdict}")
+        return judgement
 
-    def connect(self, judgement: Judgement, nixl_metadata: bytes) -> Peer:
-        """Prepare a peer whose pages are converted.
+    def connect(self, judgement: Judgement, nixl_metadata: bytes) -> Peer | None:
+        """Prepare a peer whose requests come through the receiver.
+
+        Returns:
+            None for equal pages that are not read directly: those stock serves.
 
         Raises:
             KvpdError: as `Receiver.add_peer`.
         """
-        handshake = judgement.handshake
-        if handshake is None or self._receiver is None:
-            raise KvpdError("only a tagged peer is converted", code="not-convertible", field="tag")
-        with self.refusing(handshake.engine_id):
-            peer = self._receiver.add_peer(replace(handshake, nixl_metadata=nixl_metadata))
-        self._peers[handshake.engine_id] = peer
+        handshake, receiver = judgement.handshake, self._receiver
+        if handshake is None or receiver is None:
+            return None
+        engine_id, offered = handshake.engine_id, replace(handshake, nixl_metadata=nixl_metadata)
+        if judgement.verdict.kind == "convert":
+            with self.refusing(engine_id):
+                peer = receiver.add_peer(offered)
+        elif self._config.direct_transfer and not judgement.is_whole:
+            # Ids of several groups, or of blocks of several kernel blocks, name no pages here.
+            text = "not direct: its blocks are not one page of every region"
+            self._say(engine_id, logging.INFO, f"peer {engine_id}: {text}")
+            return None
+        elif self._config.direct_transfer:
+            with self.refusing(engine_id):
+                try:
+                    peer = receiver.add_peer(offered, must_be_direct=True)
+                except DirectError as error:
+                    self._say(engine_id, logging.INFO, f"peer {engine_id}: not direct: {error}")
+                    return None
+        else:
+            return None
+        self._say(engine_id, logging.INFO, f"peer {engine_id}: {peer.explain()}")
+        self._peers[engine_id] = peer
         return peer
 
-    def converts(self, engine_id: str) -> bool:
-        """Whether this peer's pages come through the receiver."""
+    def serves(self, engine_id: str) -> bool:
+        """Whether this peer's requests come through the receiver."""
         return engine_id in self._peers
 
     def start(
@@ -170,7 +167,7 @@ class Link:
     ) -> None:
         """Begin to read a request. Raises `KvpdError` as `Receiver.start`."""
         if self._receiver is None:
-            raise KvpdError("conversion is off", code="not-convertible", field="engine_id")
+            raise KvpdError("there is no receiver", code="not-served", field="engine_id")
         self._receiver.start(
             request_id,
             self._peers[engine_id],
@@ -179,23 +176,39 @@ class Link:
             deadline=deadline,
             notice=notice,
         )
-        self._requests[request_id] = len(local_ids)
+
+    def extend(self, request_id: str, deadline: float) -> None:
+        """The peer keeps a request's blocks for longer; of requests that are not ours, nothing."""
+        if self._receiver is not None:
+            self._receiver.extend(request_id, deadline)
 
     def poll(self) -> list[Outcome]:
         """Outcomes since the last call; a request is live until it has been among them."""
-        outcomes = [] if self._receiver is None else self._receiver.poll()
-        for outcome in outcomes:
-            self._requests.pop(outcome.request_id, None)
-        return outcomes
+        return [] if self._receiver is None else self._receiver.poll()
+
+    def disconnected(self) -> list[str]:
+        """Engines the receiver has let go of: they withdrew their memory, or the device failed.
+
+        Nothing of them is live. Once they are forgotten their next request shakes hands again.
+        """
+        receiver = self._receiver
+        if receiver is None:
+            return []
+        return [name for name, peer in self._peers.items() if not receiver.is_connected(peer)]
 
     def is_live(self, request_id: str) -> bool:
         """Whether something may still write the request's blocks."""
-        return request_id in self._requests
+        return self._receiver is not None and self._receiver.is_live(request_id)
 
     @property
-    def num_live_pages(self) -> int:
-        """Pages of all live requests."""
-        return sum(self._requests.values())
+    def num_live(self) -> int:
+        """Requests that have no outcome yet."""
+        return 0 if self._receiver is None else self._receiver.num_live
+
+    @property
+    def slab_use(self) -> float | None:
+        """Fraction of the slab's slots that are taken; None without a slab."""
+        return None if self._receiver is None else self._receiver.slab_use
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; its live requests fail."""
@@ -230,57 +243,3 @@ class Link:
         if text not in said and len(said) < _MAX_MESSAGES_A_PEER:
             said.add(text)
             logger.log(level, "%s", text)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """An accepted peer: the verdict and what it published (None if untagged)."""
-
-    verdict: Verdict
-    handshake: Handshake | None
-
-
-def _check_engine(engine_id: str, handshake: Handshake | None) -> None:
-    if handshake is not None and handshake.engine_id != engine_id:
-        raise KvpdError(
-            f"the tag of {engine_id} names engine {handshake.engine_id}",
-            code="engine-id",
-            field="engine_id",
-            got=handshake.engine_id,
-            expected=engine_id,
-        )
-
-
-def _check_digest(digests: Digests) -> None:
-    if digests.enforced and digests.local != digests.remote:
-        raise KvpdError(
-            "an untagged peer is accepted only with the same configuration: stock's digest is "
-            f"{digests.local} here and {digests.remote} there. It covers the vLLM version, the "
-            "model, dtypes, KV heads, layers and the attention backend's name; load kvpd's "
-            "connector on the peer to have the factor named",
-            code="stock-digest",
-            field="compatibility_hash",
-            got=digests.remote,
-            expected=digests.local,
-        )
-
-
-def _slab_pages(
-    description: EngineDescription, config: ConnectorConfig, max_request_pages: int
-) -> int:
-    """Pages of all layers that the slab holds; 0 without one."""
-    if not config.slab_bytes or not config.page_format_conversion:
-        return 0
-    page = slab_bytes(description.regions, num_pages=1)
-    pages = config.slab_bytes // page
-    if pages < max_request_pages:
-        needed = max_request_pages * page
-        raise KvpdError(
-            f"slab_bytes {config.slab_bytes} holds {pages} blocks of {page} bytes, the longest "
-            f"request has {max_request_pages}; give it {needed}, or lower max_model_len",
-            code="slab-too-small",
-            field="kv_connector_extra_config.slab_bytes",
-            got=config.slab_bytes,
-            expected=f"at least {needed}",
-        )
-    return pages

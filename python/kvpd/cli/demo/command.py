@@ -6,6 +6,16 @@ import argparse
 import json
 
 from kvpd.cli.demo.scenario import ELEMENT_BYTES, Scenario
+from kvpd.errors import KvpdError
+
+EPILOG = """\
+examples:
+  kvpd demo                       both placements, a small cache
+  kvpd demo --dtype float16 --placement staged
+  kvpd demo --vllm                in real vLLM, from a checkout
+
+exit status: 0 everything held, 1 something did not, 2 it could not run
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="patience with any single step (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no text")
+    parser.add_argument(
+        "--vllm",
+        action="store_true",
+        help="instead: prefill and decode in real vLLM on CPUs, vLLM's connector, then kvpd's. "
+        "Needs a checkout of the project, where the test bed is, and vLLM; takes no other option",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +74,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KvpdError: a shape that cannot be, a missing dependency, or a set-up that failed.
     """
+    if args.vllm:
+        from kvpd.cli.demo.in_vllm import run_in_vllm
+
+        _check_alone(args)
+        return run_in_vllm()
     import kvpd.convert  # noqa: F401 - where torch is missing, this names the extra
     from kvpd.cli.demo.decode import num_steps, placements_of, run_demo
     from kvpd.cli.demo.progress import progress
@@ -82,3 +103,19 @@ def run(args: argparse.Namespace) -> int:
         for line in as_text(result):
             print(line)
     return 0 if result.holds else 1
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args(["--vllm"]))
+    others = [name for name, value in defaults.items() if getattr(args, name) != value]
+    if others:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise KvpdError(
+            f"--vllm has a scenario of its own and takes no {flags}",
+            code="options-exclude-each-other",
+            field=flags,
+            got="with --vllm",
+            expected="one or the other",
+        )

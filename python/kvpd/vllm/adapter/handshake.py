@@ -18,9 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlHandshakePayload,
 )
 
-from kvpd._kvpd import EngineDescription
-from kvpd.errors import WireError
-
 
 @dataclass
 class TaggedAgentMetadata(NixlAgentMetadata):
@@ -71,27 +68,3 @@ def attach_tag(payload: NixlHandshakePayload, tag: bytes, refused_by_stock: str)
     if refused_by_stock:
         foreign = f"{payload.compatibility_hash} {refused_by_stock}"
         payload.compatibility_hash = hashlib.sha256(foreign.encode()).hexdigest()
-
-
-def check_metadata(metadata: TaggedAgentMetadata, description: EngineDescription) -> None:
-    """Raise `WireError` unless a peer's tag and its own metadata name the same memory.
-
-    The verdict rests on the tag, stock's path on the metadata.
-    """
-    regions = description.regions
-    num_blocks = metadata.region_num_blocks or [metadata.num_blocks] * len(regions)
-    for field, got, expected in (
-        ("kv_caches_base_addr", metadata.kv_caches_base_addr, [r.address for r in regions]),
-        ("block_lens", metadata.block_lens, [r.block_bytes for r in regions]),
-        ("block_strides", metadata.block_strides, [r.block_stride_bytes for r in regions]),
-        ("region_num_blocks", num_blocks, [r.num_blocks for r in regions]),
-        ("block_size", metadata.block_size, description.facts.block_size),
-    ):
-        if got != expected:
-            raise WireError(
-                f"{field}: the peer's tag and its metadata name different memory",
-                code="tag-contradicts-metadata",
-                field=field,
-                got=got,
-                expected=expected,
-            )

@@ -23,8 +23,12 @@ PAGES = "kvpd_pages_converted"
 BYTES = "kvpd_bytes_converted"
 UNTAGGED = "kvpd_untagged_peers"
 REFUSALS = "kvpd_refusals"
+PLACEMENTS = "kvpd_requests"
 SLAB_USE = "kvpd_slab_use"
-_LISTS = (READ_SECONDS, CONVERT_SECONDS, QUEUED_SECONDS, PAGES, BYTES, UNTAGGED, REFUSALS, SLAB_USE)
+_LISTS = (
+    *(READ_SECONDS, CONVERT_SECONDS, QUEUED_SECONDS, PLACEMENTS, PAGES, BYTES),
+    *(UNTAGGED, REFUSALS, SLAB_USE),
+)
 
 _BUCKETS = [
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
@@ -42,12 +46,21 @@ class KvpdStats(NixlKVConnectorStats):
             self.data[name] = []
 
     def record_ready(self, ready: Ready) -> None:
-        """A request's pages were read and converted."""
-        self.data[READ_SECONDS].append(ready.timings.read_seconds)
-        self.data[CONVERT_SECONDS].append(ready.timings.convert_seconds)
-        self.data[QUEUED_SECONDS].append(ready.timings.queued_seconds)
-        self.data[PAGES].append(ready.num_blocks)
-        self.data[BYTES].append(ready.num_bytes)
+        """A request's pages are there; stock's own lists count the transfer too."""
+        counts, timings = ready.descriptors, ready.timings
+        self.data["transfer_duration"].append(timings.read_seconds)
+        self.data["post_duration"].append(ready.post_seconds)
+        self.data["bytes_transferred"].append(ready.num_bytes)
+        self.data["num_descriptors"].append(
+            counts.merged if counts.counted is None else counts.counted
+        )
+        self.data[PLACEMENTS].append(ready.placement)
+        self.data[READ_SECONDS].append(timings.read_seconds)
+        self.data[CONVERT_SECONDS].append(timings.convert_seconds)
+        self.data[QUEUED_SECONDS].append(timings.queued_seconds)
+        if ready.is_converted:
+            self.data[PAGES].append(ready.num_blocks)
+            self.data[BYTES].append(ready.num_bytes)
 
     def record_refusal(self, codes: Sequence[str]) -> None:
         """A handshake was refused, for these reasons."""
@@ -58,7 +71,7 @@ class KvpdStats(NixlKVConnectorStats):
         self.data[UNTAGGED].append(1)
 
     def record_slab_use(self, fraction: float) -> None:
-        """How full the slab is, 0 to 1 (more when requests wait for it)."""
+        """How much of the slab is taken, 0 to 1."""
         self.data[SLAB_USE].append(fraction)
 
     def is_empty(self) -> bool:
@@ -68,13 +81,13 @@ class KvpdStats(NixlKVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Stock's summary, and ours where something happened."""
         summary = dict(super().reduce())
-        converted = self.data[CONVERT_SECONDS]
-        if converted:
-            summary["Num converted requests"] = len(converted)
+        for placement in sorted(set(self.data[PLACEMENTS])):
+            summary[f"Num {placement} requests"] = self.data[PLACEMENTS].count(placement)
+        if self.data[PAGES]:
             summary["Num converted pages"] = sum(self.data[PAGES])
-            summary["Avg convert time (ms)"] = round(1e3 * sum(converted) / len(converted), 3)
-            reads = self.data[READ_SECONDS]
-            summary["Avg read time (ms)"] = round(1e3 * sum(reads) / len(reads), 3)
+        for title, name in (("convert", CONVERT_SECONDS), ("read", READ_SECONDS)):
+            if seconds := self.data[name]:
+                summary[f"Avg {title} time (ms)"] = round(1e3 * sum(seconds) / len(seconds), 3)
         if self.data[REFUSALS]:
             summary["Num refusal reasons"] = len(self.data[REFUSALS])
         return summary
@@ -110,13 +123,14 @@ class KvpdPromMetrics(NixlPromMetrics):
 
         self._histograms = {
             READ_SECONDS: histogram(
-                READ_SECONDS, "Seconds to read the pages of one converted request."
+                READ_SECONDS,
+                "Seconds to read the pages of one request; direct ones are converted meanwhile.",
             ),
             CONVERT_SECONDS: histogram(
-                CONVERT_SECONDS, "Seconds to convert the pages of one request after the read."
+                CONVERT_SECONDS, "Seconds until all pages of one request were converted after that."
             ),
             QUEUED_SECONDS: histogram(
-                QUEUED_SECONDS, "Seconds a converted request waited for its turn to be read."
+                QUEUED_SECONDS, "Seconds one request waited for its turn to be read."
             ),
         }
         self._counters = {
@@ -124,12 +138,15 @@ class KvpdPromMetrics(NixlPromMetrics):
             BYTES: counter(BYTES, "Bytes of converted pages."),
             UNTAGGED: counter(UNTAGGED, "Peers accepted without a page format tag."),
         }
-        self._refusals = counter(
-            REFUSALS, "Reasons for which handshakes were refused.", ("reason",)
-        )
+        self._named = {
+            REFUSALS: counter(REFUSALS, "Reasons for which handshakes were refused.", ("reason",)),
+            PLACEMENTS: counter(
+                PLACEMENTS, "Requests whose pages kvpd brought, by placement.", ("placement",)
+            ),
+        }
         self._slab_use = self._gauge_cls(
             name=f"vllm:{SLAB_USE}",
-            documentation="Pages of live converted requests over pages of the slab.",
+            documentation="Fraction of the slab that is taken, as requests start.",
             labelnames=labelnames,
         )
         # A metric shows up with its first label; at 0 it can be told from one that is not there.
@@ -148,7 +165,8 @@ class KvpdPromMetrics(NixlPromMetrics):
             total = sum(transfer_stats_data.get(name, ()))
             if total:
                 metric.labels(*labels).inc(total)
-        for code in transfer_stats_data.get(REFUSALS, ()):
-            self._refusals.labels(*labels, code).inc()
+        for name, metric in self._named.items():
+            for word in transfer_stats_data.get(name, ()):
+                metric.labels(*labels, word).inc()
         for fraction in transfer_stats_data.get(SLAB_USE, ())[-1:]:
             self._slab_use.labels(*labels).set(fraction)

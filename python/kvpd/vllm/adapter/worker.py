@@ -21,21 +21,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
 
-from kvpd._kvpd import negotiate
-from kvpd.errors import KvpdError
+from kvpd._kvpd import EngineDescription, negotiate
+from kvpd.direct import DirectPart, Exporter
+from kvpd.errors import DirectError, KvpdError
 from kvpd.nixl import Agent
 from kvpd.request import Failed, Ready
 from kvpd.vllm.adapter.description import describe, stock_knows_pages
 from kvpd.vllm.adapter.handshake import (
     TaggedAgentMetadata,
     attach_tag,
-    check_metadata,
     received_digest,
 )
 from kvpd.vllm.adapter.stats import KvpdStats
 from kvpd.vllm.config import ConnectorConfig
+from kvpd.vllm.converters import register_converters
+from kvpd.vllm.judgement import Digests, Local
 from kvpd.vllm.leases import Leases
-from kvpd.vllm.link import Digests, Link
+from kvpd.vllm.link import Link
 from kvpd.wire import Handshake, encode_tag
 
 # vLLM configures handlers for its own loggers only.
@@ -59,17 +61,20 @@ class KvpdWorker(NixlPullConnectorWorker):
     """Stock's pull worker; peers are judged first, and peers of another format are converted."""
 
     enforce_compat_hash: bool
+    nixl_wrapper: Any
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._config = ConnectorConfig.of(extra)
         self._link: Link | None = None
+        self._exporter: Exporter | None = None
         super().__init__(vllm_config, engine_id, kv_cache_config)
         # Stock compares digests before it decodes anything. Deferred to `add_remote_agent`.
         self._enforces_digest = self.enforce_compat_hash
         self.enforce_compat_hash = False
         self._leases = Leases(self._lease_extension)
-        self._deadlines: dict[str, float] = {}
+        # Of each request that is read: its name on the peer, and the expiry the peer published.
+        self._leased: dict[str, tuple[str, float]] = {}
         self.xfer_stats = KvpdStats()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -83,9 +88,12 @@ class KvpdWorker(NixlPullConnectorWorker):
         if not takes_stock and self.kv_transfer_config.enable_permute_local_kv:
             # Stock would permute pages that are not [H, N, C] as if they were.
             raise _config_error("enable_permute_local_kv", True, "false with these pages")
+        if description.format is not None:
+            # Also where conversion is off: then the refusal says that turning it on would help.
+            register_converters(self.attn_backends, description.format)
         self._link = Link(
             Agent(self.nixl_wrapper),
-            description,
+            Local(description, self._physical_blocks_per_logical_kv_block),
             list(kv_caches.values()),
             self._config,
             self.xfer_stats,
@@ -94,9 +102,23 @@ class KvpdWorker(NixlPullConnectorWorker):
         )
         attach_tag(
             self.xfer_handshake_metadata,
-            encode_tag(Handshake(self.engine_id, description)),
+            encode_tag(Handshake(self.engine_id, description, direct=self._offer(description))),
             "" if takes_stock or stock_knows_pages(self) else "pages that stock would misread",
         )
+
+    def _offer(self, description: EngineDescription) -> DirectPart | None:
+        """Offer the cache to decoders on this host, if the operator wants that and it can be."""
+        if not (self._config.direct_transfer and self.kv_transfer_config.is_kv_producer):
+            return None
+        if self._exporter is not None:
+            # Caches that are registered anew lie elsewhere.
+            self._exporter.close()
+        try:
+            self._exporter = Exporter(description.regions)
+        except DirectError as error:
+            logger.warning("the cache's memory is not offered to decoders: %s", error)
+            return None
+        return self._exporter.part
 
     def add_remote_agent(
         self,
@@ -105,46 +127,33 @@ class KvpdWorker(NixlPullConnectorWorker):
         remote_tp_size: int = 1,
         remote_dcp_size: int = 1,
     ) -> str:
-        """Judge the peer, then register it: as stock if its pages are equal, else with the link."""
+        """Judge the peer, then register it with the link, or as stock where the link leaves it."""
         meta, engine_id = nixl_agent_meta, nixl_agent_meta.engine_id
         known = self._remote_agents.get(engine_id, {}).get((0, remote_tp_rank))
         if known is not None:
             return str(known)
         link = self._linked()
         digests = Digests(str(self.compat_hash), received_digest(), self._enforces_digest)
-        judgement = link.judge(engine_id, meta.kvpd, digests)
-        if judgement.handshake is not None:
-            with link.refusing(engine_id):
-                check_metadata(meta, judgement.handshake.description)
-                if judgement.verdict.kind == "convert":
-                    self._check_whole_blocks(meta, remote_tp_size)
-        if judgement.verdict.kind == "identical":
+        judgement = link.judge(meta, digests)
+        peer = link.connect(judgement, meta.agent_metadata)
+        if peer is None:
             if judgement.handshake is not None:
                 # Equal bytes are proved; stock would only compare the layouts' names.
                 meta.kv_cache_layout = self.kv_cache_layout
             return str(
                 super().add_remote_agent(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
             )
-        peer = link.connect(judgement, meta.agent_metadata)
-        self._note_converted_peer(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
+        try:
+            self._note_own_peer(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
+        except BaseException:
+            # Else every later handshake would find the peer connected already.
+            link.disconnect(engine_id)
+            raise
         # Stock looks a handle up before every read; `_read_blocks` below never uses it.
-        self.dst_xfer_side_handles[engine_id][remote_tp_rank] = peer.remote_rows.handle
+        self.dst_xfer_side_handles[engine_id][remote_tp_rank] = 0
         return peer.agent_name
 
-    def _check_whole_blocks(self, meta: TaggedAgentMetadata, tp_size: int) -> None:
-        physical = meta.physical_blocks_per_logical_kv_block
-        if (tp_size, physical) != (self.world_size, 1) or (
-            self._physical_blocks_per_logical_kv_block != 1
-        ):
-            raise KvpdError(
-                "conversion needs equal TP and blocks that are one kernel block on both sides",
-                code="blocks-not-whole",
-                field="physical_blocks_per_logical_kv_block",
-                got=f"TP {tp_size}, {physical} kernel blocks a block",
-                expected=f"TP {self.world_size}, 1 on both sides",
-            )
-
-    def _note_converted_peer(
+    def _note_own_peer(
         self, meta: TaggedAgentMetadata, rank: int, tp_size: int, dcp_size: int
     ) -> None:
         """The book-keeping that stock's request path reads; no descriptors."""
@@ -178,17 +187,18 @@ class KvpdWorker(NixlPullConnectorWorker):
         remote_request_id: str,
         **rest: Any,
     ) -> bool:
-        """Start one request: late ones fail, converted ones go to the link, others as stock."""
+        """Start one request: late ones fail, the link's peers go there, others as stock."""
         link = self._linked()
         has_blocks = any(len(group) > 0 for group in read_spec.local_block_ids)
-        deadline = self._deadline(request_id, dst_engine_id, remote_request_id)
+        published = self._published_expiry(request_id, dst_engine_id)
+        deadline = self._leases.deadline(remote_request_id, published)
         if has_blocks and deadline is not None and time.perf_counter() >= deadline:
             logger.warning("%s: the lease of its remote blocks has run out", request_id)
             self._expire(request_id)
             return False
-        if deadline is not None and has_blocks:
-            self._deadlines[request_id] = deadline
-        if not has_blocks or not link.converts(dst_engine_id):
+        if published is not None and has_blocks:
+            self._leased[request_id] = (remote_request_id, published)
+        if not has_blocks or not link.serves(dst_engine_id):
             return bool(
                 super()._read_blocks(
                     read_spec=read_spec,
@@ -217,20 +227,24 @@ class KvpdWorker(NixlPullConnectorWorker):
             self._log_failure("transfer_setup_failed", request_id, error=error)
             self._handle_failed_transfer(request_id, None, self._recv_failures)
             return False
-        if link.slab_pages:
-            self.xfer_stats.record_slab_use(link.num_live_pages / link.slab_pages)
+        if link.slab_use is not None:
+            self.xfer_stats.record_slab_use(link.slab_use)
         return True
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         """As stock, but a converted request is in flight until the link has its outcome."""
         link = self._linked()
         outcomes = link.poll()
+        for engine_id in link.disconnected():
+            # One whose handshake has not ended yet comes up again.
+            if engine_id in self._remote_agents:
+                self._cleanup_remote_engine(engine_id, log_eviction=False)
         held = {name: transfers.pop(name) for name in list(transfers) if link.is_live(name)}
         done, failed = super()._pop_done_transfers(transfers)
         transfers.update(held)
         now = time.perf_counter()
         for outcome in outcomes:
-            self._deadlines.pop(outcome.request_id, None)
+            self._leased.pop(outcome.request_id, None)
             if isinstance(outcome, Failed):
                 logger.error("%s: %s: %s", outcome.request_id, outcome.code, outcome.reason)
                 self._handle_failed_transfer(outcome.request_id, None, failed)
@@ -239,7 +253,8 @@ class KvpdWorker(NixlPullConnectorWorker):
                 if outcome.notice_error:
                     self.xfer_stats.record_failed_notification()
         for name in done - {outcome.request_id for outcome in outcomes}:
-            deadline = self._deadlines.pop(name, None)
+            lease = self._leased.pop(name, None)
+            deadline = None if lease is None else self._leases.deadline(*lease)
             if deadline is not None and now >= deadline and name not in failed:
                 logger.warning("%s: its lease ran out before the read had ended", name)
                 self.xfer_stats.record_kv_expired_req()
@@ -248,16 +263,28 @@ class KvpdWorker(NixlPullConnectorWorker):
 
     def _send_heartbeats(self, metadata: Any) -> None:
         """As stock; what was sent moves the deadlines we know."""
-        super()._send_heartbeats(metadata)
+        native: Any = self.nixl_wrapper
+        observer = SentNotices(native)
+        self.nixl_wrapper = observer
+        try:
+            super()._send_heartbeats(metadata)
+        finally:
+            self.nixl_wrapper = native
         now = time.perf_counter()
         for engine_id, info in metadata.heartbeat_by_engine.items():
-            if engine_id in self._remote_agents:
+            agents = set(self._remote_agents.get(engine_id, {}).values())
+            # Stock skips engines that shake hands, and swallows what cannot be sent.
+            if agents and agents <= observer.agents:
                 self._leases.renew(info.req_ids, now)
+        for request_id, lease in self._leased.items():
+            deadline = self._leases.deadline(*lease)
+            if deadline is not None:
+                self._linked().extend(request_id, deadline)
 
     def _cleanup_remote_engine(self, engine_id: str, **options: Any) -> None:
         """As stock; the link disconnects its own peers."""
         link = self._link
-        if link is not None and link.converts(engine_id):
+        if link is not None and link.serves(engine_id):
             link.disconnect(engine_id)
             # The link has released the rows and removed the agent, or will once nothing reads.
             self.dst_xfer_side_handles.pop(engine_id, None)
@@ -269,11 +296,14 @@ class KvpdWorker(NixlPullConnectorWorker):
         link = getattr(self, "_link", None)
         if link is not None:
             try:
-                for engine_id in [e for e in self._remote_agents if link.converts(e)]:
+                for engine_id in [e for e in self._remote_agents if link.serves(e)]:
                     self._cleanup_remote_engine(engine_id, log_eviction=False)
                 link.close()
             except KvpdError as error:
                 logger.error("shutdown: %s", error)
+        exporter = getattr(self, "_exporter", None)
+        if exporter is not None and (num_mapped := exporter.close()):
+            logger.error("shutdown: %d decoders still have the cache's memory mapped", num_mapped)
         super().shutdown()
 
     def _log_failure(
@@ -296,17 +326,34 @@ class KvpdWorker(NixlPullConnectorWorker):
             raise KvpdError("no caches are registered", code="not-registered", field="kv_caches")
         return self._link
 
-    def _deadline(self, request_id: str, engine_id: str, remote_id: str) -> float | None:
+    def _published_expiry(self, request_id: str, engine_id: str) -> float | None:
+        """What the peer published with the request, by our clock."""
         meta = self._recving_metadata.get(request_id)
         published = None if meta is None or meta.remote is None else meta.remote.blocks_expiry_time
-        if published is not None:
-            published -= self._engine_clock_offset.get(engine_id, 0.0)
-        return self._leases.deadline(remote_id, published)
+        if published is None:
+            return None
+        return float(published - self._engine_clock_offset.get(engine_id, 0.0))
 
     def _expire(self, request_id: str) -> None:
         # Counted as expired, not as a failure of the transport.
         self.xfer_stats.record_kv_expired_req()
         self._recv_failures.add(request_id)
+
+
+class SentNotices:
+    """A NIXL agent that remembers to whom notices were sent."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.agents: set[str] = set()
+
+    def send_notif(self, agent_name: str, **more: Any) -> None:
+        """As the agent's; an agent it could not be sent to is not remembered."""
+        self._native.send_notif(agent_name, **more)
+        self.agents.add(agent_name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
 
 
 def _config_error(field: str, got: object, expected: str) -> KvpdError:
