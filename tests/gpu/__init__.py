@@ -1,1 +1,1 @@
-"""Checks that need a GPU; none is collected unless named."""
+"""Checks that need a GPU, check_*.py and serve.py, are run by name; test_*.py try their parts."""
