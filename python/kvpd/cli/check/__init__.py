@@ -1,0 +1,1 @@
+"""``kvpd check``: whether a prefill and a decoder will pair."""

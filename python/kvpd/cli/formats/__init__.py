@@ -1,0 +1,1 @@
+"""``kvpd formats``: the known page formats, and where each element goes."""

@@ -1,0 +1,1 @@
+"""``kvpd inspect``: what a running engine offers."""
