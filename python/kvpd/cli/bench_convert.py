@@ -8,11 +8,20 @@ conversion. Needs torch, triton, numpy; drawing needs matplotlib and no GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 _SECTIONS = ("main", "shapes", "launch", "sweep")
+_FIELDS = ("device", "torch", "triton", "kvpd", "repeat", "writer", "rows", "launch")
+
+EPILOG = """\
+examples:
+  kvpd bench convert                               on the first GPU
+  kvpd bench convert --sections main --shrink 16   a quick look
+  kvpd bench convert --from-json docs/data/convert-h200.json    what was measured; needs no GPU
+
+exit status: 0 every page was right and every bar that was measured holds, 1 not
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,11 +55,15 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 if every page was converted right and every bar that was measured holds, 1 otherwise.
+
+    Raises:
+        KvpdError: figures cannot be read or written, or something that it needs is missing.
     """
+    from kvpd.cli.bench_figures import load, store
     from kvpd.cli.convert_bench import report
 
     if args.from_json is not None:
-        figures = json.loads(args.from_json.read_text())
+        figures = load(args.from_json, "kvpd bench convert", _FIELDS)
     else:
         sections = args.sections.split(",")
         unknown = sorted(set(sections) - set(_SECTIONS))
@@ -67,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
             writer_source=args.writer,
             progress=lambda text: print(text, file=sys.stderr, flush=True),
         )
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(report.text(figures))
+    if args.json is not None:
+        store(args.json, figures)
     if args.plot is not None:
         from kvpd.cli.convert_bench.plot import draw
 

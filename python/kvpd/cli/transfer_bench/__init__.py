@@ -1,0 +1,1 @@
+"""``kvpd bench transfer``: two processes, every way to move the same pages, in one run."""
