@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kvpd.errors import KvpdError
+from kvpd.errors import KvpdError, MissingDependencyError
 
 
 def load(path: Path, bench: str, fields: Collection[str]) -> dict[str, Any]:
@@ -53,6 +53,28 @@ def store(path: Path, figures: dict[str, Any]) -> None:
         raise KvpdError(
             f"{path}: {error.strerror}", code="unwritable", field="json", got=error.strerror
         ) from error
+
+
+def load_pyplot() -> Any:
+    """matplotlib's pyplot, for drawing into files.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingDependencyError(
+            "drawing needs matplotlib: pip install 'kvpd[bench]'",
+            code="missing-dependency",
+            field="matplotlib",
+            got="not installed",
+            expected="kvpd[bench]",
+        ) from error
+    return pyplot
 
 
 def _other(path: Path, expected: str, got: str) -> KvpdError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpd.errors import MissingDependencyError
+from kvpd.cli.bench_figures import load_pyplot
 
 _COLORS = {"stock": "tab:gray", "half": "tab:red", "staged": "tab:green", "direct": "tab:blue"}
 
@@ -16,19 +16,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingDependencyError(
-            "drawing needs matplotlib: pip install 'kvpd[bench]'",
-            code="missing-dependency",
-            field="matplotlib",
-            got="not installed",
-            expected="kvpd[bench]",
-        ) from error
+    pyplot = load_pyplot()
     rows = figures["rows"]
     figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.25 * len(rows)))
     position, places, names = 0.0, [], []
