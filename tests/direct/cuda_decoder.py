@@ -30,6 +30,8 @@ class CudaDecoder:
             (num_bytes + 2 * GUARD_BYTES,), POISON, dtype=torch.uint8, device=device
         )
         self._expected = self.memory.clone()
+        # READs are ordered with no stream: one could end before the poison is written.
+        torch.cuda.synchronize(device)
         extents = (shape.layers, pieces, shape.blocks, shape.page_bytes // pieces)
         self._image = self._expected[GUARD_BYTES:-GUARD_BYTES].view(extents)
         layout = "LHBNC" if converts else "LBHNC"

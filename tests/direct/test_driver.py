@@ -18,6 +18,7 @@ from tests.direct.test_exporter import region
 
 BASE = 64 * BLOCK_BYTES
 UUID_BYTES = bytes(range(16))
+CONTEXT = 0x55AA00
 
 
 class FakeHandle:
@@ -46,7 +47,7 @@ class FakeBinding:
     CUipcMemHandle = FakeHandle
     CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
     CUpointer_attribute = SimpleNamespace(
-        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL="device",
+        CU_POINTER_ATTRIBUTE_CONTEXT="context",
         CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE="capable",
     )
 
@@ -57,14 +58,14 @@ class FakeBinding:
             "cuDeviceGetCount": (1,),
             "cuDeviceGetUuid": (SimpleNamespace(bytes=UUID_BYTES),),
             "cuDeviceCanAccessPeer": (0,),
-            "cuDevicePrimaryCtxRetain": ("context",),
+            "cuDevicePrimaryCtxRetain": (CONTEXT,),
             "cuCtxPushCurrent": (),
-            "cuCtxPopCurrent": ("context",),
+            "cuCtxPopCurrent": (CONTEXT,),
             "cuMemGetAddressRange": (BASE, 4 * BLOCK_BYTES),
             "cuIpcGetMemHandle": (FakeHandle(bytes(range(64))),),
             "cuIpcOpenMemHandle": (BASE,),
             "cuIpcCloseMemHandle": (),
-            "device": (0,),
+            "context": (CONTEXT,),
             "capable": (1,),
         } | answers
         self.calls: list[tuple[Any, ...]] = []
@@ -119,9 +120,9 @@ def test_only_what_cuda_malloc_gave_in_whole_blocks_is_offered() -> None:
 
     allocation = CudaDriver(FakeBinding()).allocation_of(BASE + 5, 0)
     assert allocation == Extent(BASE, 4 * BLOCK_BYTES)
-    assert refused(device=(1,)) == "other-device"
+    assert refused(context=(CONTEXT + 1,)) == "other-device"
     assert refused(capable=(0,)) == "not-exportable"
-    assert refused(device=Failure(1)) == "driver"
+    assert refused(context=Failure(1)) == "driver"
     assert refused(cuMemGetAddressRange=(BASE, 4 * BLOCK_BYTES - 512)) == "shared-block"
     assert refused(cuMemGetAddressRange=(BASE + 512, BLOCK_BYTES)) == "shared-block"
 

@@ -132,15 +132,6 @@ class CudaDriver:
 
     def allocation_of(self, address: int, device: int) -> Extent:
         with self._current(device):
-            owner = self._attribute("DEVICE_ORDINAL", address)
-            if owner != device:
-                raise DirectError(
-                    f"memory at {address:#x} is on device {owner}, not {device}",
-                    code="other-device",
-                    field="device",
-                    got=owner,
-                    expected=device,
-                )
             if not self._attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
                 raise DirectError(
                     f"memory at {address:#x} did not come from cudaMalloc, so no handle can be had "
@@ -149,6 +140,15 @@ class CudaDriver:
                     field="regions",
                     got=hex(address),
                     expected="memory from cudaMalloc",
+                )
+            # By context: as DEVICE_ORDINAL cuda-bindings (13.3 at least) answers 0 for every device.
+            if self._attribute("CONTEXT", address) != int(self._contexts[device]):
+                raise DirectError(
+                    f"memory at {address:#x} is not of device {device}",
+                    code="other-device",
+                    field="device",
+                    got="memory of another device",
+                    expected=device,
                 )
             allocation = self._range(address)
         if allocation.address % BLOCK_BYTES or allocation.num_bytes % BLOCK_BYTES:

@@ -60,8 +60,11 @@ class Cache:
         )
 
     def poison(self) -> None:
-        """Forget everything."""
+        """Forget everything, before whatever is called next."""
         self.memory.fill_(POISON)
+        if self.device.type == "cuda":
+            # NIXL's READs are ordered with no stream: one could end before the poison is written.
+            torch.cuda.synchronize(self.device)
 
     def write_prefill(self) -> None:
         """Fill the cache with the prefill's pages."""
