@@ -174,8 +174,8 @@ def refused_starts(bench: Bench) -> dict[str, tuple[Any, ...]]:
     return {
         "duplicate-request": (A, free[:1], remote[B][:1]),
         "blocks-in-flight": (B, [free[0], local[A][0]], remote[B]),
-        "block-out-of-range local": (B, [decode_blocks], remote[B][:1]),
-        "block-out-of-range remote": (B, free[:1], [prefill_blocks]),
+        "no-such-block local": (B, [decode_blocks], remote[B][:1]),
+        "no-such-block remote": (B, free[:1], [prefill_blocks]),
         "unequal lengths": (B, free[:2], remote[B][:1]),
         "twice local": (B, [free[0], free[0]], remote[B]),
         "twice remote": (B, free[:2], [remote[B][0], remote[B][0]]),

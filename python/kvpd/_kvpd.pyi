@@ -400,6 +400,24 @@ class Runs:
     def remote_ids(self) -> NDArray[np.int32]:
         """Remote ids of all pages in run order, ascending."""
 
+@final
+class Claims:
+    """Which of a cache's `num_blocks` blocks belong to requests in flight; none at first."""
+
+    def __new__(cls, num_blocks: int) -> Claims: ...
+    def claim(self, runs: Runs) -> None:
+        """Claim the local blocks of a request, all or none.
+
+        Raises `PlanError` for blocks that are claimed or that the cache does not have.
+        """
+
+    def release(self, runs: Runs) -> None:
+        """Give the local blocks of a request back."""
+
+    @property
+    def num_claimed(self) -> int:
+        """Claimed blocks."""
+
 def runs(
     local_ids: Sequence[int] | NDArray[np.integer[Any]],
     remote_ids: Sequence[int] | NDArray[np.integer[Any]],

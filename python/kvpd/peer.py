@@ -71,18 +71,18 @@ class Peer:
         local_ids, remote_ids = runs.local_ids, runs.remote_ids
         for index, part in enumerate(plan.chunks):
             pages = slice(part.first_page, part.first_page + part.num_pages)
-            group = part.first_layer // self.planner.group_layers if placement == "staged" else 0
-            sources = {
-                "direct": remote_ids[pages],
-                "in_place": local_ids[pages],
-                "staged": np.arange(part.num_pages, dtype=np.int32),
-            }
+            group, source_ids = 0, local_ids[pages]
+            if placement == "direct":
+                source_ids = remote_ids[pages]
+            elif placement == "staged":
+                group = part.first_layer // self.planner.group_layers
+                source_ids = np.arange(part.num_pages, dtype=np.int32)
             yield Chunk(
                 index=index,
                 is_read=placement != "direct",
                 needs_slot=placement == "staged",
                 conversion=conversions[group] if conversions else None,
-                source_ids=sources[placement],
+                source_ids=source_ids,
                 target_ids=local_ids[pages],
             )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpd._kvpd import EngineDescription, LinkModel, Verdict, negotiate, runs
+from kvpd._kvpd import Claims, EngineDescription, LinkModel, Verdict, negotiate, runs
 from kvpd.connect import Site, connect
 from kvpd.convert import ConversionQueue, Pages, registered_pairs
 from kvpd.errors import PlanError, RefusedError, TransferError
@@ -122,10 +122,11 @@ class Receiver:
         )
         self._pipeline = Pipeline(agent, queue, clock)
         self._peers: dict[tuple[str, int], Peer] = {}
+        self._num_looks = 0
         self._adding = threading.Lock()
         self._is_closed = False
         self._live: dict[str, Request] = {}
-        self._busy_blocks: set[int] = set()
+        self._claims = Claims(description.num_blocks)
         self._outcomes: list[Outcome] = []
 
     def add_peer(self, handshake: Handshake | None, *, must_be_direct: bool = False) -> Peer:
@@ -214,11 +215,7 @@ class Receiver:
                 field="request_id",
                 got=request_id,
             )
-        if (
-            peer.is_leaving
-            or not peer.is_offered
-            or all(peer is not known for known in list(self._peers.values()))
-        ):
+        if peer.is_leaving or not peer.is_offered or not self.is_connected(peer):
             raise TransferError(
                 f"peer {peer.engine_id} is not connected",
                 code="unknown-peer",
@@ -226,16 +223,6 @@ class Receiver:
                 got=peer.engine_id,
             )
         pages = runs(local_ids, remote_ids)
-        _check_inside("local_ids", pages.local_ids, self._description.num_blocks)
-        _check_inside("remote_ids", pages.remote_ids, peer.description.num_blocks)
-        blocks = set(pages.local_ids.tolist())
-        if taken := self._busy_blocks & blocks:
-            raise PlanError(
-                f"blocks of a live request: {sorted(taken)[:8]}",
-                code="blocks-in-flight",
-                field="local_ids",
-                got=sorted(taken),
-            )
         plan = peer.planner.plan(pages)
         request = Request(
             request_id=request_id,
@@ -247,7 +234,7 @@ class Receiver:
             queued_at=self._clock(),
             waiting=deque(peer.chunks(plan, pages)),
         )
-        self._busy_blocks |= blocks
+        self._claims.claim(pages)
         self._live[request_id] = request
         if self._slab is not None and plan.placement == "staged":
             self._slab.enqueue(request_id)
@@ -259,9 +246,7 @@ class Receiver:
         for request in list(self._live.values()):
             self._advance(request)
         self._hand_out_slots()
-        for peer in list(self._peers.values()):
-            if not peer.is_offered:
-                peer.is_leaving = True
+        self._look_after_a_peer()
         self._disconnect_leaving()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -352,7 +337,7 @@ class Receiver:
         outcome = self._pipeline.outcome(request)
         if outcome is not None:
             del self._live[request.request_id]
-            self._busy_blocks.difference_update(request.blocks())
+            self._claims.release(request.runs)
             self._outcomes.append(outcome)
 
     def _hand_out_slots(self) -> None:
@@ -371,6 +356,14 @@ class Receiver:
         self._pipeline.fail(request, code, reason)
         self._advance(request)
 
+    def _look_after_a_peer(self) -> None:
+        """Let the next peer go if it withdrew; one a call, for asking takes a system call."""
+        peers = list(self._peers.values())
+        if peers:
+            self._num_looks += 1
+            peer = peers[self._num_looks % len(peers)]
+            peer.is_leaving = peer.is_leaving or not peer.is_offered
+
     def _disconnect_leaving(self) -> None:
         in_use = {id(request.peer) for request in self._live.values()}
         for key, peer in list(self._peers.items()):
@@ -379,15 +372,3 @@ class Receiver:
                 # it is being removed here.
                 peer.disconnect(self._agent)
                 del self._peers[key]
-
-
-def _check_inside(field: str, ids: NDArray[np.int32], num_blocks: int) -> None:
-    """Raise `PlanError` unless all ids are below `num_blocks`; negative ones are refused before."""
-    if ids.size and int(ids.max()) >= num_blocks:
-        raise PlanError(
-            f"{field}: block {int(ids.max())} of a cache of {num_blocks}",
-            code="block-out-of-range",
-            field=field,
-            got=int(ids.max()),
-            expected=f"below {num_blocks}",
-        )

@@ -1,6 +1,7 @@
 //! `kvpd._kvpd`: the core, exposed to Python. Parsing of arguments and errors live here, decisions do not.
 
 mod arguments;
+mod claims;
 mod engine;
 mod errors;
 mod format;
@@ -14,6 +15,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _kvpd {
+    #[pymodule_export]
+    use crate::claims::Claims;
     #[pymodule_export]
     use crate::engine::{EngineDescription, EngineFacts};
     #[pymodule_export]

@@ -72,10 +72,6 @@ impl Runs {
 }
 
 #[pyfunction]
-pub(crate) fn runs(
-    py: Python<'_>,
-    local_ids: BlockIds<'_>,
-    remote_ids: BlockIds<'_>,
-) -> CoreResult<Runs> {
-    Ok(Runs(pair(py, &local_ids, &remote_ids)?))
+pub(crate) fn runs(local_ids: BlockIds<'_>, remote_ids: BlockIds<'_>) -> CoreResult<Runs> {
+    Ok(Runs(pair(&local_ids, &remote_ids)?))
 }

@@ -4,12 +4,14 @@
 //! The data flow is the module order: [`format`] (the interior of a page) and [`layout`] (the order of
 //! a cache in memory) make [`region`]s; regions and facts make an [`engine`] description; two
 //! descriptions make a [`verdict`]; block ids make [`runs`]; runs and regions make a [`plan`]; a
-//! [`planner`] chooses among plans by what the [`link`] costs.
+//! [`planner`] chooses among plans by what the [`link`] costs; the blocks of what is under way are
+//! [`claims`].
 //!
 //! Numbers come from peers and are hostile. Everything is checked at construction with checked
 //! arithmetic; a value that exists is valid, and look-ups on it do not fail. Nothing here panics, does
 //! I/O, logs, or knows of Python.
 
+pub mod claims;
 pub mod component;
 pub mod element;
 pub mod engine;
@@ -29,6 +31,7 @@ pub mod slots;
 pub mod units;
 pub mod verdict;
 
+pub use claims::Claims;
 pub use component::{Component, Tiling};
 pub use element::ElementType;
 pub use engine::{EngineDescription, EngineFacts};

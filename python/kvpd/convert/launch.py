@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 # Work items and the step between a program's items are 32-bit numbers in the kernel.
 _MAX_WORK = 2**30
+# Up to so many work items fetch their ids from host memory: over PCIe that is a microsecond each,
+# a few of them in turn, where uploading them first costs the host ten times as much.
+_MAX_HOST_READS = 256
 
 
 class TritonConversion(Conversion):
@@ -96,6 +99,12 @@ class TritonConversion(Conversion):
         self._device_index = device.index
         # By dtype of the ids; None from the interpreter, which compiles nothing.
         self._compiled: dict[torch.dtype, Any] = {}
+        # Numbers, where tensors would each be asked for their address at every launch.
+        tables = (self._source_table, self._target_table)
+        self._table_addresses = tuple(table.data_ptr() for table in tables)
+        self._counters_address = self._counters.data_ptr()
+        # What was compiled takes placeholders for its constants.
+        self._placeholders = tuple(self.constants.values())
 
     def warm_up(self) -> None:
         """As `Conversion.warm_up`.
@@ -114,8 +123,72 @@ class TritonConversion(Conversion):
                 expected="3.6 or 3.7",
             ) from error
 
+    def reads_host_ids(self, num_ids: int) -> bool:
+        """As `Conversion.reads_host_ids`: few, on CUDA (on ROCm it has not been tried)."""
+        few = num_ids * self._work_per_id <= _MAX_HOST_READS
+        return few and torch.version.hip is None and self._compiled.get(torch.int32) is not None
+
+    def convert_packed(self, ids: torch.Tensor, num_ids: int) -> None:
+        """As `Conversion.convert_packed`.
+
+        Raises:
+            ConversionError: more ids than one launch takes.
+        """
+        compiled = self._compiled.get(torch.int32)
+        if compiled is None or self._device_index != torch.cuda.current_device():
+            super().convert_packed(ids, num_ids)
+            return
+        target = ids.data_ptr()
+        source = target if self.in_place else target + num_ids * ids.element_size()
+        self._relaunch(compiled, source, target, num_ids)
+
     def _run(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+        if self._interpreted or self._device_index == torch.cuda.current_device():
+            self._launch(source_ids, target_ids)
+        else:
+            # Triton launches on the current device, wherever the pointers lead.
+            with torch.cuda.device(self._device_index):
+                self._launch(source_ids, target_ids)
+
+    def _launch(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
         num_ids = source_ids.numel()
+        compiled = self._compiled.get(source_ids.dtype)
+        if compiled is not None:
+            self._relaunch(compiled, source_ids.data_ptr(), target_ids.data_ptr(), num_ids)
+            return
+        num_programs, num_work = self._grid(num_ids)
+        # Nothing but the dtype of the ids tells two calls of one conversion apart.
+        self._compiled[source_ids.dtype] = convert_kernel[(num_programs,)](
+            self._source_table,
+            self._target_table,
+            source_ids,
+            target_ids,
+            self._counters,
+            num_ids,
+            num_work,
+            **self.constants,
+            num_warps=self.num_warps,
+        )
+
+    def _relaunch(self, compiled: Any, source: int, target: int, num_ids: int) -> None:
+        """Launch what Triton compiled, with the ids' addresses.
+
+        Triton's own call looks it up by all arguments again, which takes longer than the kernel for
+        a few pages.
+        """
+        num_programs, num_work = self._grid(num_ids)
+        compiled[(num_programs, 1, 1)](
+            *self._table_addresses,
+            source,
+            target,
+            self._counters_address,
+            num_ids,
+            num_work,
+            *self._placeholders,
+        )
+
+    def _grid(self, num_ids: int) -> tuple[int, int]:
+        """(programs, work items) of so many ids."""
         if num_ids > self._max_ids:
             raise ConversionError(
                 f"{num_ids} ids in one call",
@@ -126,40 +199,7 @@ class TritonConversion(Conversion):
             )
         num_work = num_ids * self._work_per_id
         programs = num_work if self._num_programs is None else min(num_work, self._num_programs)
-        if self._interpreted or self._device_index == torch.cuda.current_device():
-            self._launch(programs, source_ids, target_ids, num_ids, num_work)
-        else:
-            # Triton launches on the current device, wherever the pointers lead.
-            with torch.cuda.device(self._device_index):
-                self._launch(programs, source_ids, target_ids, num_ids, num_work)
-
-    def _launch(
-        self,
-        programs: int,
-        source_ids: torch.Tensor,
-        target_ids: torch.Tensor,
-        num_ids: int,
-        num_work: int,
-    ) -> None:
-        arguments = (
-            self._source_table,
-            self._target_table,
-            source_ids,
-            target_ids,
-            self._counters,
-            num_ids,
-            num_work,
-        )
-        compiled = self._compiled.get(source_ids.dtype)
-        if compiled is None:
-            # Nothing but the dtype of the ids tells two calls of one conversion apart.
-            self._compiled[source_ids.dtype] = convert_kernel[(programs,)](
-                *arguments, **self.constants, num_warps=self.num_warps
-            )
-        else:
-            # What Triton compiled, without looking it up by all arguments again: that takes longer
-            # than the kernel for a few pages. Constants are placeholders here.
-            compiled[(programs, 1, 1)](*arguments, *self.constants.values())
+        return programs, num_work
 
 
 def _piece_bytes(pages: Pages, side: str) -> int:

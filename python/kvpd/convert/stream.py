@@ -190,17 +190,17 @@ class _Slot:
         self.turn += 1
         count = source_ids.size
         sides = (target_ids,) if conversion.in_place else (target_ids, source_ids)
-        for side, ids in enumerate(sides):
-            self._pinned_ids[side * count : (side + 1) * count] = ids
-        used = len(sides) * count
-        # Both sides in one copy: for a request of a few pages copies take longer than the kernel.
-        self._ids[:used].copy_(self._pinned[:used], non_blocking=True)
-        ids_out = self._ids[:count]
-        ids_in = ids_out if conversion.in_place else self._ids[count:used]
+        for side, side_ids in enumerate(sides):
+            self._pinned_ids[side * count : (side + 1) * count] = side_ids
+        ids = self._pinned
         try:
-            conversion(ids_in, ids_out)
+            if not conversion.reads_host_ids(count):
+                ids, used = self._ids, len(sides) * count
+                # Both sides in one copy: for a few pages copies take longer than the kernel.
+                ids[:used].copy_(self._pinned[:used], non_blocking=True)
+            conversion.convert_packed(ids, count)
         finally:
-            # Recorded even when the launch failed: the upload above still reads the slot.
+            # Recorded even when the launch failed: an upload before it still reads the slot.
             self._event.record(self._stream)
 
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from kvpd.direct.part import DirectPart
 
 
+# Joined once: of a flag enum that takes as long as the call.
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+
+
 class Connection:
     """To an exporter, open for as long as anything of it is mapped."""
 
@@ -35,7 +39,7 @@ class Connection:
     def is_open(self) -> bool:
         """Whether the exporter still offers; it says nothing more, so anything else is its end."""
         try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._socket.recv(1, _LOOK)
         except BlockingIOError:
             return True
         except OSError:

@@ -141,7 +141,7 @@ class CudaDriver:
                     got=hex(address),
                     expected="memory from cudaMalloc",
                 )
-            # By context: as DEVICE_ORDINAL cuda-bindings (13.3 at least) answers 0 for every device.
+            # By context: of DEVICE_ORDINAL cuda-bindings (at least 13.3) returns 0 for any device.
             if self._attribute("CONTEXT", address) != int(self._contexts[device]):
                 raise DirectError(
                     f"memory at {address:#x} is not of device {device}",

@@ -34,6 +34,11 @@ pub enum PlanError {
         /// Blocks that every region of the side has.
         num_blocks: u32,
     },
+    /// Blocks that a request in flight still owns.
+    BlocksInFlight {
+        /// All of them, ascending.
+        blocks: Vec<u32>,
+    },
     /// A region without a format or without layers.
     Untagged {
         /// On which side.
@@ -150,6 +155,12 @@ impl Explain for PlanError {
                 block,
                 format_args!("below {num_blocks}"),
             ),
+            Self::BlocksInFlight { blocks } => detail(
+                "blocks-in-flight",
+                "local block ids",
+                format_args!("blocks of a live request: {}", few(blocks)),
+                "blocks that no live request owns",
+            ),
             Self::Untagged { side } => detail(
                 "untagged",
                 format_args!("{side} regions"),
@@ -210,4 +221,12 @@ impl Explain for PlanError {
             Self::Region(error) => error.detail(),
         }
     }
+}
+
+/// The first of many numbers, and how many more there are.
+fn few(numbers: &[u32]) -> String {
+    let shown: Vec<String> = numbers.iter().take(8).map(u32::to_string).collect();
+    let rest = numbers.len().saturating_sub(shown.len());
+    let more = if rest == 0 { String::new() } else { format!(" and {rest} more") };
+    format!("{}{more}", shown.join(", "))
 }

@@ -7,6 +7,7 @@
     reason = "a test that unwraps an error fails, as it should"
 )]
 
+mod claims;
 mod formats;
 mod golden;
 mod memory;

@@ -136,8 +136,8 @@ def _measure(
     right = {arm.name: _is_right(cache, workload, arm) for arm in arms}
     samples: dict[str, list[Sample]] = {arm.name: [] for arm in arms}
     for turn in range(repeat):
-        # The order rotates: what an arm leaves behind must not favour the same neighbour always. Nor
-        # is it what is measured, so each arm first moves the workload once untimed.
+        # The order rotates: what an arm leaves behind must not favour the same neighbour always.
+        # Nor is it what is measured, so each arm first moves the workload once untimed.
         for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
             arm.run(workload)
             samples[arm.name].append(arm.run(workload))
