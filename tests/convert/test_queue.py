@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,20 @@ def test_sizes(field: str) -> None:
     assert (caught.value.code, caught.value.field) == ("queue-size", field)
 
 
-STREAM: Any = SimpleNamespace(device=torch.device("cpu"))
+class FakeStream:
+    """A stream of the host that knows whether it is current."""
+
+    device = torch.device("cpu")
+    is_current = False
+
+    def __enter__(self) -> None:
+        self.is_current = True
+
+    def __exit__(self, *error: object) -> None:
+        self.is_current = False
+
+
+STREAM: Any = FakeStream()
 
 
 class Event:
@@ -117,6 +129,44 @@ def test_slot_in_flight_is_waited_for_before_its_ids_change(slot: Any) -> None:
     assert not second.done()
     slot._event.complete = True
     assert second.done() and first.done()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ids_are_uploaded_on_the_stream_unless_the_conversion_reads_them(
+    slot: Any, in_place: bool
+) -> None:
+    uploaded: list[list[int]] = []
+    read: list[list[int]] = []
+
+    class FakeConversion:
+        """Notes with which ids it is called."""
+
+        takes = False
+
+        def __init__(self) -> None:
+            self.in_place = in_place
+
+        def enqueue_with_host_ids(self, ids: torch.Tensor, num_ids: int, on: Any) -> bool:
+            assert on is STREAM
+            if self.takes:
+                read.append(ids[: num_ids if in_place else 2 * num_ids].tolist())
+            return self.takes
+
+        def __call__(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+            assert STREAM.is_current
+            assert (source_ids is target_ids) == in_place
+            uploaded.append([*target_ids.tolist(), *([] if in_place else source_ids.tolist())])
+
+    conversion: Any = FakeConversion()
+    theirs = np.array([5, 6, 7], np.int32)
+    ours = theirs if in_place else np.array([1, 2, 3], np.int32)
+    packed = [5, 6, 7] if in_place else [1, 2, 3, 5, 6, 7]
+    slot.convert(conversion, theirs, ours)
+    assert (uploaded, read) == ([packed], [])
+    conversion.takes = True
+    slot.convert(conversion, theirs, ours)
+    assert (uploaded, read) == ([packed], [packed])
+    assert not slot._event.complete, "both are waited for"
 
 
 def test_device_errors_are_not_swallowed(slot: Any) -> None:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--head-dim", 128, "head size"),
         ("--cache-blocks", 4096, "blocks of each cache"),
         ("--repeat", 15, "rounds of each timing loop"),
-        ("--slab-mb", 1024, "slab of the staged arm, megabytes"),
+        ("--slab-mb", 2048, "slab of the staged arm, megabytes"),
         ("--slots", 4, "slots of the slab"),
     ):
         parser.add_argument(

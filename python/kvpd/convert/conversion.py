@@ -61,19 +61,20 @@ class Conversion(ABC):
         if source_ids.numel():
             self._run(source_ids, target_ids)
 
-    def reads_host_ids(self, num_ids: int) -> bool:
-        """Whether `convert_packed` takes this many ids in pinned host memory too."""
-        return False
-
-    def convert_packed(self, ids: torch.Tensor, num_ids: int) -> None:
-        """Convert, as a call does; whoever calls has checked the ids.
+    def enqueue_with_host_ids(
+        self, ids: torch.Tensor, num_ids: int, stream: torch.cuda.Stream
+    ) -> bool:
+        """Convert as a call does, but with ids that stay in host memory.
 
         Args:
-            ids: int32, first `num_ids` ids of the target, then, out of place, as many of the
-                source. On the pages' device; or in pinned memory, where it `reads_host_ids`.
+            ids: int32, pinned: `num_ids` of the target, then, out of place, as many of the source,
+                checked by whoever calls. They may change when the stream has passed this.
+            stream: where to run.
+
+        Returns:
+            False where ids are better uploaded first; nothing was enqueued.
         """
-        target_ids = ids[:num_ids]
-        self(target_ids if self.in_place else ids[num_ids : 2 * num_ids], target_ids)
+        return False
 
     @abstractmethod
     def _run(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:

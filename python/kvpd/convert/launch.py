@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # Work items and the step between a program's items are 32-bit numbers in the kernel.
 _MAX_WORK = 2**30
-# Up to so many work items fetch their ids from host memory: over PCIe that is a microsecond each,
-# a few of them in turn, where uploading them first costs the host ten times as much.
+# Up to so many programs fetch their ids from host memory, in a microsecond, where an upload costs
+# the host tens of them. Resident programs fetch any number, each while they move the page before.
 _MAX_HOST_READS = 256
 
 
@@ -123,24 +123,25 @@ class TritonConversion(Conversion):
                 expected="3.6 or 3.7",
             ) from error
 
-    def reads_host_ids(self, num_ids: int) -> bool:
-        """As `Conversion.reads_host_ids`: few, on CUDA (on ROCm it has not been tried)."""
-        few = num_ids * self._work_per_id <= _MAX_HOST_READS
-        return few and torch.version.hip is None and self._compiled.get(torch.int32) is not None
-
-    def convert_packed(self, ids: torch.Tensor, num_ids: int) -> None:
-        """As `Conversion.convert_packed`.
+    def enqueue_with_host_ids(
+        self, ids: torch.Tensor, num_ids: int, stream: torch.cuda.Stream
+    ) -> bool:
+        """As `Conversion.enqueue_with_host_ids`: on CUDA, for few ids or resident programs.
 
         Raises:
             ConversionError: more ids than one launch takes.
         """
+        few = num_ids * self._work_per_id <= _MAX_HOST_READS or self._num_programs is not None
         compiled = self._compiled.get(torch.int32)
-        if compiled is None or self._device_index != torch.cuda.current_device():
-            super().convert_packed(ids, num_ids)
-            return
+        # On ROCm it has not been tried. Triton launches on the current device.
+        if compiled is None or not few or torch.version.hip is not None:
+            return False
+        if self._device_index != torch.cuda.current_device():
+            return False
         target = ids.data_ptr()
         source = target if self.in_place else target + num_ids * ids.element_size()
-        self._relaunch(compiled, source, target, num_ids)
+        self._relaunch(compiled, source, target, num_ids, stream=stream.cuda_stream)
+        return True
 
     def _run(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
         if self._interpreted or self._device_index == torch.cuda.current_device():
@@ -170,7 +171,9 @@ class TritonConversion(Conversion):
             num_warps=self.num_warps,
         )
 
-    def _relaunch(self, compiled: Any, source: int, target: int, num_ids: int) -> None:
+    def _relaunch(
+        self, compiled: Any, source: int, target: int, num_ids: int, **options: Any
+    ) -> None:
         """Launch what Triton compiled, with the ids' addresses.
 
         Triton's own call looks it up by all arguments again, which takes longer than the kernel for
@@ -185,6 +188,7 @@ class TritonConversion(Conversion):
             num_ids,
             num_work,
             *self._placeholders,
+            **options,
         )
 
     def _grid(self, num_ids: int) -> tuple[int, int]:

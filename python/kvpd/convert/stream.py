@@ -126,14 +126,11 @@ class ConversionQueue:
     ) -> Completion:
         self._submitted.record(torch.accelerator.current_stream(self._stream.device_index))
         self._stream.wait_event(self._submitted)
-        # Makes the stream's device current too. torch.cuda's context managers do the same for a
-        # third of the time that a submit of one page takes.
-        with self._stream:
-            for first in range(0, source_ids.size, self._max_ids):
-                part = slice(first, first + self._max_ids)
-                slot = self._slots[self._next]
-                self._next = (self._next + 1) % len(self._slots)
-                slot.convert(conversion, source_ids[part], target_ids[part])
+        for first in range(0, source_ids.size, self._max_ids):
+            part = slice(first, first + self._max_ids)
+            slot = self._slots[self._next]
+            self._next = (self._next + 1) % len(self._slots)
+            slot.convert(conversion, source_ids[part], target_ids[part])
         # Slots complete in stream order: the last one speaks for all of this call.
         return Completion(slot)
 
@@ -183,7 +180,7 @@ class _Slot:
     def convert(
         self, conversion: Conversion, source_ids: NDArray[np.int32], target_ids: NDArray[np.int32]
     ) -> None:
-        """Enqueue the upload of the ids, the conversion, and the event; the stream is current."""
+        """Enqueue the conversion, with an upload of the ids where it needs one, and the event."""
         # Without this wait the host would overwrite ids that a copy in flight still reads.
         if not self.is_free():
             self._event.synchronize()
@@ -192,16 +189,20 @@ class _Slot:
         sides = (target_ids,) if conversion.in_place else (target_ids, source_ids)
         for side, side_ids in enumerate(sides):
             self._pinned_ids[side * count : (side + 1) * count] = side_ids
-        ids = self._pinned
         try:
-            if not conversion.reads_host_ids(count):
-                ids, used = self._ids, len(sides) * count
-                # Both sides in one copy: for a few pages copies take longer than the kernel.
-                ids[:used].copy_(self._pinned[:used], non_blocking=True)
-            conversion.convert_packed(ids, count)
+            if not conversion.enqueue_with_host_ids(self._pinned, count, self._stream):
+                self._upload_and_convert(conversion, count, len(sides) * count)
         finally:
             # Recorded even when the launch failed: an upload before it still reads the slot.
             self._event.record(self._stream)
+
+    def _upload_and_convert(self, conversion: Conversion, count: int, used: int) -> None:
+        # Makes the stream's device current too. torch.cuda's context managers take longer.
+        with self._stream:
+            # Both sides in one copy: for a few pages copies take longer than the kernel.
+            self._ids[:used].copy_(self._pinned[:used], non_blocking=True)
+            ids_out = self._ids[:count]
+            conversion(ids_out if conversion.in_place else self._ids[count:used], ids_out)
 
 
 def device_error(device: torch.device, error: RuntimeError) -> ConversionError:
