@@ -228,17 +228,8 @@ def convert_part(
 
 
 @triton.jit
-def load_ids(source_ids, target_ids, num_ids, work, is_work, PARTS: tl.constexpr):
-    """Pages of a work item on both sides; negative: padding, or no work item."""
-    index = work // PARTS % num_ids
-    source_page = tl.load(source_ids + index, mask=is_work, other=-1)
-    target_page = tl.load(target_ids + index, mask=is_work, other=-1)
-    return source_page, target_page
-
-
-@triton.jit
 def convert_work(
-    source_table, target_table, source_page, target_page, counters, num_ids, work,
+    source_table, target_table, source_ids, target_ids, counters, num_ids, work,
     PLAN: tl.constexpr, SOURCE_PIECES: tl.constexpr, SOURCE_PIECE_BYTES: tl.constexpr,
     TARGET_PIECES: tl.constexpr, TARGET_PIECE_BYTES: tl.constexpr,
     IN_PLACE: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr, HIP: tl.constexpr,
@@ -246,11 +237,14 @@ def convert_work(
     """Work item `work`: a part of a page of a layer; the parts of a page are neighbours."""
     page = work // PARTS
     layer = page // num_ids
+    index = page % num_ids
+    source_page = tl.load(source_ids + index).to(tl.int64)
+    target_page = tl.load(target_ids + index).to(tl.int64)
     if (source_page >= 0) & (target_page >= 0):
         convert_part(
-            source_table, target_table, layer, source_page.to(tl.int64), target_page.to(tl.int64),
-            work % PARTS, counters + 1 + page, PLAN, SOURCE_PIECES, SOURCE_PIECE_BYTES,
-            TARGET_PIECES, TARGET_PIECE_BYTES, IN_PLACE, PART_TILES, PARTS, HIP,
+            source_table, target_table, layer, source_page, target_page, work % PARTS,
+            counters + 1 + page, PLAN, SOURCE_PIECES, SOURCE_PIECE_BYTES, TARGET_PIECES,
+            TARGET_PIECE_BYTES, IN_PLACE, PART_TILES, PARTS, HIP,
         )  # fmt: skip
 
 
@@ -272,7 +266,7 @@ def next_ticket(counters, num_work):
 def convert_kernel(
     source_table,  # int64 [num_layers, SOURCE_PIECES, 2]: address, block stride in bytes
     target_table,  # int64 [num_layers, TARGET_PIECES, 2]
-    source_ids,  # int32 or int64 [num_ids], negative: padding; RESIDENT: also in host memory
+    source_ids,  # int32 or int64 [num_ids], negative: padding; may be pinned host memory
     target_ids,  # as source_ids
     counters,  # int32 [1 + num_layers * num_ids], all 0: tickets, then arrivals of each page
     num_ids,
@@ -292,24 +286,16 @@ def convert_kernel(
     work = tl.program_id(0)
     if IN_PLACE and PARTS > 1:
         work = next_ticket(counters, num_work)
-    source_page, target_page = load_ids(source_ids, target_ids, num_ids, work, True, PARTS)
     if RESIDENT:
-        step = tl.num_programs(0)
-        for work in range(tl.program_id(0), num_work, step):
-            # One item ahead: ids in host memory arrive while a page is on its way.
-            following = work + step
-            next_source_page, next_target_page = load_ids(
-                source_ids, target_ids, num_ids, following, following < num_work, PARTS
-            )
+        for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
             convert_work(
-                source_table, target_table, source_page, target_page, counters, num_ids, work,
+                source_table, target_table, source_ids, target_ids, counters, num_ids, work,
                 PLAN, SOURCE_PIECES, SOURCE_PIECE_BYTES, TARGET_PIECES, TARGET_PIECE_BYTES,
                 IN_PLACE, PART_TILES, PARTS, HIP,
             )  # fmt: skip
-            source_page, target_page = next_source_page, next_target_page
     else:
         convert_work(
-            source_table, target_table, source_page, target_page, counters, num_ids, work,
+            source_table, target_table, source_ids, target_ids, counters, num_ids, work,
             PLAN, SOURCE_PIECES, SOURCE_PIECE_BYTES, TARGET_PIECES, TARGET_PIECE_BYTES,
             IN_PLACE, PART_TILES, PARTS, HIP,
         )  # fmt: skip

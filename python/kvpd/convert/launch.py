@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Work items and the step between a program's items are 32-bit numbers in the kernel.
 _MAX_WORK = 2**30
 # Up to so many programs fetch their ids from host memory, in a microsecond, where an upload costs
-# the host tens of them. Resident programs fetch any number, each while they move the page before.
+# the host tens of them. Resident programs fetch any number: they wait for a link anyway.
 _MAX_HOST_READS = 256
 
 
