@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,24 @@ from tests.vllm import engine as bed
 SHUFFLED_BACKEND = "tests.gpu.backend.ShuffledTritonBackend"
 
 
+@dataclass
+class Load:
+    """What the connector does for one request in the engine's thread.
+
+    Attributes:
+        began, reported: readings of `time.perf_counter`: entering `start_load_kv`, and after the
+            poll that reported the request.
+        start_seconds: in that `start_load_kv`.
+        poll_seconds, num_polls: in `get_transfer_results` from there on, the last one included.
+    """
+
+    began: float
+    start_seconds: float
+    poll_seconds: float = 0.0
+    num_polls: int = 0
+    reported: float = float("nan")
+
+
 class TimedEngine(bed.Engine):
     """Notes when requests are loaded and reported, and when tokens come out."""
 
@@ -27,7 +46,7 @@ class TimedEngine(bed.Engine):
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.device: str = options["switches"]["device"]
-        self.loads: dict[str, dict[str, float]] = {}
+        self.loads: dict[str, Load] = {}
         self.ready: dict[str, dict[str, Any]] = {}
         self.main_stream_submits = 0
         self.converted_at: list[float] = []
@@ -86,28 +105,24 @@ class TimedEngine(bed.Engine):
         if worker is None:
             return
         start, results = worker.start_load_kv, worker.get_transfer_results
-        polled_seconds = 0.0
+        unreported: dict[str, Load] = {}
 
         def timed_start(metadata: Any) -> None:
             began = time.perf_counter()
             start(metadata)
-            ended = time.perf_counter()
+            seconds = time.perf_counter() - began
             for name in metadata.reqs_to_recv:
-                self.loads[name] = {
-                    "began": began,
-                    "thread_seconds": ended - began - polled_seconds,
-                }
+                self.loads[name] = unreported[name] = Load(began, seconds)
 
         def timed_results() -> Any:
-            nonlocal polled_seconds
             began = time.perf_counter()
             found = results()
-            now = time.perf_counter()
-            polled_seconds += now - began
-            for name in found.finished_recving:
-                if name in self.loads:
-                    self.loads[name]["reported"] = now
-                    self.loads[name]["thread_seconds"] += polled_seconds
+            ended = time.perf_counter()
+            for load in unreported.values():
+                load.poll_seconds += ended - began
+                load.num_polls += 1
+            for name in found.finished_recving & unreported.keys():
+                unreported.pop(name).reported = ended
             return found
 
         worker.start_load_kv, worker.get_transfer_results = timed_start, timed_results
@@ -134,7 +149,8 @@ class TimedEngine(bed.Engine):
         """Decode a prefilled request while nobody talks to this engine.
 
         Seconds from `start_load_kv` to reported finished, and how much of it the connector spent in
-        the engine's thread; with kvpd's own answer, where its receiver read the request.
+        the engine's thread, starting and polling; with kvpd's own answer, where its receiver read
+        the request.
         """
         name = request["id"]
         self.do_submit([request])
@@ -143,8 +159,11 @@ class TimedEngine(bed.Engine):
         (internal,) = (key for key in self.loads if _is_request(key, name))
         load = self.loads[internal]
         return {
-            "hand_over_seconds": load["reported"] - load["began"],
-            "thread_seconds": load["thread_seconds"],
+            "hand_over_seconds": load.reported - load.began,
+            "thread_seconds": load.start_seconds + load.poll_seconds,
+            "start_seconds": load.start_seconds,
+            "poll_seconds": load.poll_seconds,
+            "num_polls": load.num_polls,
             "ready": self.ready.get(internal),
         }
 

@@ -19,8 +19,8 @@ def text(result: Result) -> str:
         f"torch {device['torch']}, triton {device['triton']}",
         "",
         "| arm | right tokens | pages as they must be | transfer ms | conversion ms | hand-over ms "
-        "| of it in the engine's thread | descriptors |",
-        "|---|---|---|---|---|---|---|---|",
+        "| of it in the engine's thread | starting | polling | polls | descriptors |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     measured = {}
     for name, arm in result["arms"].items():
@@ -31,7 +31,7 @@ def text(result: Result) -> str:
         if arm.get("measured"):
             measured[name] = _merged(arm["measured"])
             cells += _hand_over(measured[name]["hand_overs"])
-        cells += ["-"] * (8 - len(cells))
+        cells += ["-"] * (11 - len(cells))
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -82,6 +82,12 @@ def _hand_over(rows: list[dict[str, Any]]) -> list[str]:
         conversion,
         _spread([1e3 * row["hand_over_seconds"] for row in rows]),
         _spread([1e3 * row["thread_seconds"] for row in rows]),
+        # Results from before these were noted have none.
+        *(
+            _spread([1e3 * row[key] for row in rows if key in row])
+            for key in ("start_seconds", "poll_seconds")
+        ),
+        _spread([row["num_polls"] for row in rows if "num_polls" in row], digits=0),
         f"{min(descriptors):,.0f}-{max(descriptors):,.0f}" if max(descriptors) else "none",
     ]
 
@@ -101,11 +107,11 @@ def _latency(measured: dict[str, Any]) -> list[str]:
     ]
 
 
-def _spread(values: list[float]) -> str:
+def _spread(values: list[float], *, digits: int = 2) -> str:
     """Median, and the range it came from."""
     if not values:
         return "-"
-    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,13 @@ def test_arms_are_checked_timed_and_reported(tmp_path: Path) -> None:
     assert result["shuffled_equals_standard"]
     (slab, stock) = result["arms"].values()
     assert len(slab["measured"]) == 2
-    assert all(row["ready"]["placement"] == "staged" for row in slab["measured"][0]["hand_overs"])
+    for row in slab["measured"][0]["hand_overs"]:
+        assert row["ready"]["placement"] == "staged"
+        assert row["thread_seconds"] == row["start_seconds"] + row["poll_seconds"]
+        # The request is posted in the one and reported by the other.
+        assert row["start_seconds"] >= row["ready"]["post_seconds"] > 0
+        assert row["num_polls"] >= 1
+        assert row["poll_seconds"] > 0
+        assert row["thread_seconds"] < row["hand_over_seconds"]
     assert not any(answer["right_tokens"] for answer in stock["checked"]["one_by_one"])
     assert "| kvpd, slab | 4 of 4 |" in report.text(result)
