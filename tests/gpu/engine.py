@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvpd.convert import Completion, ConversionQueue
+from kvpd.request import Ready
 from tests.vllm import engine as bed
 
 SHUFFLED_BACKEND = "tests.gpu.backend.ShuffledTritonBackend"
@@ -47,7 +48,7 @@ class TimedEngine(bed.Engine):
     def __init__(self, options: dict[str, Any]) -> None:
         self.device: str = options["switches"]["device"]
         self.loads: dict[str, Load] = {}
-        self.ready: dict[str, dict[str, Any]] = {}
+        self.ready: dict[str, Ready] = {}
         self.main_stream_submits = 0
         self.converted_at: list[float] = []
         self._watch_conversions()
@@ -100,10 +101,13 @@ class TimedEngine(bed.Engine):
         return requested
 
     def _watch_requests(self) -> None:
-        super()._watch_requests()
         worker = self.connector_worker()
-        if worker is None:
-            return
+        if worker is not None:
+            self._time_requests(worker)
+        # Outside: what the bed notes for itself is not the connector's time.
+        super()._watch_requests()
+
+    def _time_requests(self, worker: Any) -> None:
         start, results = worker.start_load_kv, worker.get_transfer_results
         unreported: dict[str, Load] = {}
 
@@ -130,8 +134,8 @@ class TimedEngine(bed.Engine):
         if hasattr(stats, "record_ready"):
             record = stats.record_ready
 
-            def noted(self_: Any, ready: Any) -> None:
-                self.ready[ready.request_id] = dataclasses.asdict(ready)
+            def noted(self_: Any, ready: Ready) -> None:
+                self.ready[ready.request_id] = ready
                 record(self_, ready)
 
             stats.record_ready = noted
@@ -157,14 +161,14 @@ class TimedEngine(bed.Engine):
         while not self.outputs.get(name, {}).get("finished"):
             self.step()
         (internal,) = (key for key in self.loads if _is_request(key, name))
-        load = self.loads[internal]
+        load, ready = self.loads[internal], self.ready.get(internal)
         return {
             "hand_over_seconds": load.reported - load.began,
             "thread_seconds": load.start_seconds + load.poll_seconds,
             "start_seconds": load.start_seconds,
             "poll_seconds": load.poll_seconds,
             "num_polls": load.num_polls,
-            "ready": self.ready.get(internal),
+            "ready": None if ready is None else dataclasses.asdict(ready),
         }
 
     def do_main_stream_submits(self) -> int:
