@@ -94,6 +94,8 @@ def test_a_peer_the_receiver_let_go_of_is_forgotten(make: Maker) -> None:
     assert peer is not None and link.serves(bench.handshake.engine_id)
     assert link.disconnected() == []
     peer.is_leaving = True  # as a device error leaves it
+    # Not yet: something of it may still be read.
+    assert link.disconnected() == []
     link.poll()
     assert link.disconnected() == [bench.handshake.engine_id]
     link.disconnect(bench.handshake.engine_id)

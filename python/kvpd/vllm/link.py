@@ -194,7 +194,12 @@ class Link:
         receiver = self._receiver
         if receiver is None:
             return []
-        return [name for name, peer in self._peers.items() if not receiver.is_connected(peer)]
+        # Asked at every step; only a peer that leaves is ever let go of.
+        return [
+            engine_id
+            for engine_id, peer in self._peers.items()
+            if peer.is_leaving and not receiver.is_connected(peer)
+        ]
 
     def is_live(self, request_id: str) -> bool:
         """Whether something may still write the request's blocks."""
