@@ -76,7 +76,7 @@ class KvpdStats(NixlKVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return bool(super().is_empty()) and not any(self.data.get(name) for name in _LISTS)
+        return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
         """Stock's summary, and ours where something happened."""
