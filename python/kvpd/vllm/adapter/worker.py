@@ -208,7 +208,8 @@ class KvpdWorker(NixlPullConnectorWorker):
                     **rest,
                 )
             )
-        local, remote = self._apply_prefix_caching(
+        # The link's peers have one KV group, as we have.
+        (local_ids,), (remote_ids,) = self._apply_prefix_caching(
             decode_block_ids=read_spec.local_block_ids,
             prefill_block_ids=read_spec.remote_block_ids,
             decode_physical_per_logical=1,
@@ -218,8 +219,8 @@ class KvpdWorker(NixlPullConnectorWorker):
             link.start(
                 request_id,
                 dst_engine_id,
-                [block for group in local for block in group],
-                [block for group in remote for block in group],
+                local_ids,
+                remote_ids,
                 notice=f"{remote_request_id}:{rest['expected_consumers']}".encode(),
                 deadline=deadline,
             )
@@ -263,6 +264,10 @@ class KvpdWorker(NixlPullConnectorWorker):
 
     def _send_heartbeats(self, metadata: Any) -> None:
         """As stock; what was sent moves the deadlines we know."""
+        if not metadata.heartbeat_by_engine:
+            # Most steps: nothing is sent, so no deadline moves.
+            super()._send_heartbeats(metadata)
+            return
         native: Any = self.nixl_wrapper
         observer = SentNotices(native)
         self.nixl_wrapper = observer
