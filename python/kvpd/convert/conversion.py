@@ -147,12 +147,13 @@ def check_id_values(
         ("source_ids", source_ids, conversion.source.num_blocks),
         ("target_ids", target_ids, conversion.target.num_blocks),
     ):
-        if ids.size and int(ids.max()) >= num_blocks:
+        highest = int(np.maximum.reduce(ids, initial=-1))
+        if highest >= num_blocks:
             raise ConversionError(
-                f"{field} names block {int(ids.max())} of {num_blocks}",
+                f"{field} names block {highest} of {num_blocks}",
                 code="id-range",
                 field=field,
-                got=int(ids.max()),
+                got=highest,
                 expected=f"< {num_blocks}",
             )
     if conversion.in_place and not np.array_equal(source_ids, target_ids):

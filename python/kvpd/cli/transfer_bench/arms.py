@@ -79,10 +79,11 @@ class StockArm:
     name = "stock"
     converts = False
 
-    def __init__(self, cache: Cache, handshake: Handshake, wait: Callable[[], None]) -> None:
+    def __init__(
+        self, agent: Agent, cache: Cache, handshake: Handshake, wait: Callable[[], None]
+    ) -> None:
         self._wait = wait
-        self._agent = Agent.create(f"bench-stock-{time.time_ns()}")
-        self._registration = cache.register(self._agent)
+        self._agent = agent
         plan = TransferPlan(
             cache.regions(cache.scenario.standard, "LBHNC"), handshake.description.regions
         )
@@ -109,8 +110,6 @@ class StockArm:
         for rows in (self._local, self._remote):
             self._agent.release_rows(rows)
         self._agent.remove_peer(self._peer)
-        self._agent.deregister(self._registration)
-        self._agent.close()
 
     def _move(self, request: Request, sample: Sample) -> None:
         local_ids, remote_ids = request
@@ -147,6 +146,7 @@ class ReceiverArm:
 
     Args:
         name: in the table.
+        agent: with which the cache is registered.
         cache: the decoder's.
         handshake: the prefill's.
         wait: called between polls.
@@ -163,6 +163,7 @@ class ReceiverArm:
     def __init__(
         self,
         name: str,
+        agent: Agent,
         cache: Cache,
         handshake: Handshake,
         wait: Callable[[], None],
@@ -172,10 +173,8 @@ class ReceiverArm:
     ) -> None:
         self.name = name
         self._wait = wait
-        self._agent = Agent.create(f"bench-{name}-{time.time_ns()}")
-        self._registration = cache.register(self._agent)
         description = cache.description(cache.scenario.shuffled, "LHBNC")
-        self._receiver = Receiver(self._agent, description, [cache.memory], convert=True, **options)
+        self._receiver = Receiver(agent, description, [cache.memory], convert=True, **options)
         try:
             self._peer = self._receiver.add_peer(handshake, must_be_direct=must_be_direct)
         except BaseException:
@@ -199,8 +198,6 @@ class ReceiverArm:
 
     def close(self) -> None:
         self._receiver.close()
-        self._agent.deregister(self._registration)
-        self._agent.close()
 
     def _move(
         self, local_ids: NDArray[np.int32], remote_ids: NDArray[np.int32], sample: Sample

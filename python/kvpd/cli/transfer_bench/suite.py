@@ -19,12 +19,14 @@ import torch
 from kvpd import __version__, wire
 from kvpd._kvpd import LinkModel
 from kvpd.cli.demo.channel import Channel
+from kvpd.cli.transfer_bench.agent import SharedAgent
 from kvpd.cli.transfer_bench.arms import Arm, ReceiverArm, Sample, StockArm
 from kvpd.cli.transfer_bench.cache import Cache
 from kvpd.cli.transfer_bench.fit import fit_link
 from kvpd.cli.transfer_bench.patterns import Workload
 from kvpd.cli.transfer_bench.scenario import Scenario
 from kvpd.errors import DirectError, TransferError
+from kvpd.nixl import Agent
 from kvpd.wire import Handshake
 
 Figures = dict[str, Any]
@@ -81,10 +83,15 @@ def measure(
         if handshake is None:
             raise TransferError("the prefill sent no tag", code="untagged-peer", field="kvpd")
         cache = Cache(scenario, scenario.decode_device)
+        agent = SharedAgent.create(f"bench-decode-{time.time_ns()}")
+        stack.callback(agent.close)
+        stack.callback(agent.deregister, cache.register(agent))
         arms: list[Arm] = []
         for name in arm_names:
             try:
-                arm = _arm(name, cache, handshake, why_not_direct, slab_bytes, num_slots, link)
+                arm = _arm(
+                    name, agent, cache, handshake, why_not_direct, slab_bytes, num_slots, link
+                )
             except DirectError as error:
                 figures["not_run"][name] = str(error)
                 continue
@@ -101,6 +108,7 @@ def measure(
 
 def _arm(
     name: str,
+    agent: Agent,
     cache: Cache,
     handshake: Handshake,
     why_not_direct: str,
@@ -110,17 +118,18 @@ def _arm(
 ) -> Arm:
     wait = _short_sleep if cache.device.type == "cpu" else _spin
     if name == "stock":
-        return StockArm(cache, handshake, wait)
+        return StockArm(agent, cache, handshake, wait)
     if name == "direct":
         if why_not_direct:
             raise DirectError(why_not_direct, code="not-offered", field="direct")
         return ReceiverArm(
-            name, cache, handshake, wait, must_be_direct=True, direct=True, link=link
+            name, agent, cache, handshake, wait, must_be_direct=True, direct=True, link=link
         )
     if name == "half":
-        return ReceiverArm(name, cache, handshake, wait, placement="in_place", link=link)
+        return ReceiverArm(name, agent, cache, handshake, wait, placement="in_place", link=link)
     return ReceiverArm(
         name,
+        agent,
         cache,
         handshake,
         wait,
