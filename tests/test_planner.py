@@ -44,8 +44,10 @@ def test_ids_of_chunks_are_pages_of_the_slab() -> None:
     assert (plan.placement, planned.placements, planned.converts) == ("staged", ["staged"], True)
     assert planned.num_slots == 4 and planned.slot_stride_pages == 12
     assert planned.slot_bytes == 12 * PAGE
-    assert planned.group_layers * planned.slot_pages <= 12
-    assert planned.num_groups == -(-len(LAYERS) // planned.group_layers)
+    for cut in planned.cuts:
+        assert cut.group_layers * cut.slot_pages <= 12
+        assert cut.num_groups == -(-len(LAYERS) // cut.group_layers)
+    cut = planned.cuts[plan.cut]
     rows = planned.rows("staged")
     assert rows.local_rows.tolist() == [[SLAB_ADDRESS, PAGE, 0, PAGE, 48]]
     assert rows.remote_rows[:, 4].tolist() == [64] * 5
@@ -55,7 +57,7 @@ def test_ids_of_chunks_are_pages_of_the_slab() -> None:
         layers = np.arange(chunk.num_layers)[:, None]
         pages = np.arange(chunk.num_pages)[None, :]
         local, remote = plan.descriptor_ids(number, 3)
-        expected = 3 * 12 + layers * planned.slot_pages + pages
+        expected = 3 * 12 + layers * cut.slot_pages + pages
         np.testing.assert_array_equal(local, expected.ravel())
         blocks = RUNS.remote_ids[chunk.first_page : chunk.first_page + chunk.num_pages]
         expected = (chunk.first_layer + layers) * 64 + blocks[None, :]
@@ -65,7 +67,7 @@ def test_ids_of_chunks_are_pages_of_the_slab() -> None:
             for layer in range(chunk.num_layers)
             for page in range(chunk.num_pages)
         ]
-        group = planned.slab_regions(chunk.first_layer // planned.group_layers)
+        group = planned.slab_regions(plan.cut, chunk.first_layer // cut.group_layers)
         assert [region.layers for region in group] == [
             (name,) for name in LAYERS[chunk.first_layer : chunk.first_layer + chunk.num_layers]
         ]
@@ -75,6 +77,24 @@ def test_ids_of_chunks_are_pages_of_the_slab() -> None:
             assert at == SLAB_ADDRESS + int(local.reshape(chunk.num_layers, -1)[layer, 0]) * PAGE
             assert region.format == STANDARD
     assert sorted(covered) == [(layer, page) for layer in range(5) for page in range(6)]
+
+
+def test_slots_are_filled_as_suits_a_request() -> None:
+    """Every layer of a short request in one chunk; few layers of a long one, its run whole.
+
+    By hand, in units of 10 us: a chunk costs 3, a descriptor 1. In slots of 120 pages 24 pages fit
+    with all 5 layers. 60 pages take 3 chunks and 15 descriptors so (24), 4 and 10 with 3 layers a
+    slot (22), 5 and 5 with one (20).
+    """
+    link = kvpd.LinkModel(
+        "vram", bytes_per_second=1e12, seconds_per_descriptor=1e-5, seconds_per_chunk=3e-5
+    )
+    planned = planner(480, in_place=False, link=link)
+    for pages, layers, chunks in ((24, 5, 1), (60, 1, 5)):
+        plan = planned.plan(kvpd.runs(range(pages), range(pages)))
+        assert planned.cuts[plan.cut].group_layers == layers
+        assert (len(plan.chunks), plan.num_merged_descriptors) == (chunks, 5)
+        assert {chunk.num_layers for chunk in plan.chunks} == {layers}
 
 
 def test_by_page_no_neighbours_are_of_one_row() -> None:
@@ -148,7 +168,8 @@ def test_what_a_plan_has_not() -> None:
         lambda: plan.descriptor_ids(0, 4),
         lambda: planned.rows("in_place"),
         lambda: planned.rows("direct"),
-        lambda: planned.slab_regions(planned.num_groups),
+        lambda: planned.slab_regions(0, planned.cuts[0].num_groups),
+        lambda: planned.slab_regions(len(planned.cuts), 0),
     ):
         with pytest.raises(kvpd.PlanError) as error:
             call()

@@ -7,6 +7,7 @@ them (`kvpd.convert`, `kvpd.nixl`, `kvpd.receive`, `kvpd.vllm`).
 from kvpd._kvpd import (
     Chunk,
     Component,
+    Cut,
     DescriptorRows,
     EngineDescription,
     EngineFacts,
@@ -47,6 +48,7 @@ __all__ = [
     "Chunk",
     "Component",
     "ConversionError",
+    "Cut",
     "DescriptionError",
     "DescriptorRows",
     "DirectError",

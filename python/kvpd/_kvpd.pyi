@@ -17,7 +17,9 @@ from kvpd.words import Placement as _Placement
 
 __all__ = [
     "Chunk",
+    "Claims",
     "Component",
+    "Cut",
     "DescriptorRows",
     "EngineDescription",
     "EngineFacts",
@@ -551,13 +553,29 @@ class Chunk:
     def __hash__(self) -> int: ...
 
 @final
+class Cut:
+    """One way to fill slots: `group_layers` consecutive layers of up to `slot_pages` pages, laid
+    out [layer position][page] densely. Group g of `num_groups` is layers [g*group_layers,
+    (g+1)*group_layers).
+    """
+
+    @property
+    def group_layers(self) -> int: ...
+    @property
+    def slot_pages(self) -> int: ...
+    @property
+    def num_groups(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
 class Planner:
     """Plans one peer's requests: once per peer what is possible and how the slab is cut, per
     request what is fastest.
 
     `slab` is registered memory for raw pages: its registered extent, from its address, is cut into
-    at most `num_slots` equal slots. A slot has room for `group_layers` consecutive layers of
-    `slot_pages` pages, laid out [layer position][page] densely. Without a slab nothing is staged.
+    at most `num_slots` equal slots, which a request fills by one of `cuts`. Without a slab nothing
+    is staged.
     `direct` says that the conversion can read the peer's memory, `in_place` that raw pages may land
     in the cache. `max_pages` are the pages per layer of the largest request.
 
@@ -584,13 +602,8 @@ class Planner:
     def converts(self) -> bool:
         """Whether the peer's pages have another format than the local ones."""
     @property
-    def group_layers(self) -> int:
-        """Layers of a chunk; group g is layers [g*group_layers, (g+1)*group_layers). 0: no slab."""
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def slot_pages(self) -> int:
-        """Pages per layer for which a slot has room. 0: no slab."""
+    def cuts(self) -> tuple[Cut, ...]:
+        """The ways to fill a slot, each the fastest for some number of consecutive pages."""
     @property
     def num_slots(self) -> int: ...
     @property
@@ -604,9 +617,10 @@ class Planner:
         """Descriptor rows to prepare once, "in_place" or "staged". Raises `PlanError` for a
         placement that is not possible.
         """
-    def slab_regions(self, group: int) -> tuple[Region, ...]:
-        """The slab as raw pages of one group of layers, one region per layer: page p of slot s is
-        block ``s*slot_stride_pages + p`` of each. Raises `PlanError` for no such group or no slab.
+    def slab_regions(self, cut: int, group: int) -> tuple[Region, ...]:
+        """The slab as raw pages of one group of layers by the cut of this index, one region per
+        layer: page p of slot s is block ``s*slot_stride_pages + p`` of each. Raises `PlanError` for
+        no such cut or group, or no slab.
         """
     def plan(self, runs: Runs) -> RequestPlan:
         """The placement and order with the least predicted time, and the chunks.
@@ -623,6 +637,9 @@ class RequestPlan:
 
     @property
     def placement(self) -> _Placement: ...
+    @property
+    def cut(self) -> int:
+        """Index among the planner's cuts of how slots are filled; 0 where nothing is staged."""
     @property
     def order(self) -> _Order:
         """Of the descriptors of a READ: "by_row", or "by_page" so that neighbours do not merge."""

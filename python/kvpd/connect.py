@@ -19,7 +19,7 @@ from kvpd.errors import (
     TransferError,
 )
 from kvpd.nixl import Agent
-from kvpd.peer import Peer, RowPair
+from kvpd.peer import Conversions, Peer, RowPair
 
 if TYPE_CHECKING:
     from kvpd.staging import Slab
@@ -132,7 +132,7 @@ class _Prepared:
     """What needs nothing of NIXL's."""
 
     planner: Planner
-    conversions: dict[Placement, tuple[Conversion, ...]]
+    conversions: Conversions
     slab: Slab | None
     mapping: Mapping | None
 
@@ -177,7 +177,7 @@ def _prepare(
         direct=mapping is not None,
     )
     conversions = _conversions(site, planner, verdict.source, slab, mapping)
-    for conversion in (c for group in conversions.values() for c in group):
+    for conversion in (c for cuts in conversions.values() for cut in cuts for c in cut):
         # Here, on the handshake: the first request must not wait for a compiler.
         conversion.warm_up()
     return _Prepared(planner, conversions, slab, mapping)
@@ -205,36 +205,46 @@ def _conversions(
     source: PageFormat | None,
     slab: Slab | None,
     mapping: Mapping | None,
-) -> dict[Placement, tuple[Conversion, ...]]:
-    """By placement, the conversions of its groups of layers.
+) -> Conversions:
+    """By placement and cut, the conversions of its groups of layers.
 
     Args:
         source: the peer's format; None if it is ours.
         slab, mapping: as the planner was made with.
     """
     pages = site.pages
-    found: dict[Placement, tuple[Conversion, ...]] = {}
+    found: dict[Placement, tuple[tuple[Conversion, ...], ...]] = {}
     if pages is None:
         if source is not None:
             raise PlanError("no pages to convert into", code="no-pages", field="storages")
         return found
     if mapping is not None:
         theirs = Pages.of(source or pages.format, mapping.regions, mapping.storages)
-        found["direct"] = (prepare(theirs, pages, tuning=DIRECT),)
+        found["direct"] = ((prepare(theirs, pages, tuning=DIRECT),),)
     if source is not None and "in_place" in planner.placements:
         # The same memory seen as the peer's pages: the raw bytes lie in the local pieces.
-        found["in_place"] = (prepare(pages.seen_as(source), pages),)
+        found["in_place"] = ((prepare(pages.seen_as(source), pages),),)
     if source is not None and slab is not None:
         _check_slots(planner, slab, source, pages.format)
-        step = planner.group_layers
         found["staged"] = tuple(
-            prepare(
-                Pages.of(source, planner.slab_regions(group), [slab.tensor]),
-                Pages(pages.format, pages.layers[group * step : (group + 1) * step]),
+            tuple(
+                _from_slab(pages, source, planner, slab, number, group)
+                for group in range(cut.num_groups)
             )
-            for group in range(planner.num_groups)
+            for number, cut in enumerate(planner.cuts)
         )
     return found
+
+
+def _from_slab(
+    pages: Pages, source: PageFormat, planner: Planner, slab: Slab, cut: int, group: int
+) -> Conversion:
+    """From the slots, filled with a group of layers, to these layers of the cache."""
+    step = planner.cuts[cut].group_layers
+    return prepare(
+        Pages.of(source, planner.slab_regions(cut, group), [slab.tensor]),
+        Pages(pages.format, pages.layers[group * step : (group + 1) * step]),
+    )
 
 
 def _check_slots(planner: Planner, slab: Slab, source: PageFormat, target: PageFormat) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Mapping as ReadOnlyDict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvpd.direct import Mapping
     from kvpd.staging import Slab
     from kvpd.words import Placement
+
+# [cut][group of layers]
+Conversions: TypeAlias = "ReadOnlyDict[Placement, tuple[tuple[Conversion, ...], ...]]"
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +46,9 @@ class Peer:
         description: facts and regions as published.
         agent_name: the peer's NIXL agent.
         planner: chooses how each request comes.
-        conversions: by placement, from where raw pages land or lie to the cache, one for each group
-            of layers; none where the pages land as they stay.
+        conversions: by placement, from where raw pages land or lie to the cache: of each cut of the
+            planner (one where there is no slab) one for each group of layers; none where the pages
+            land as they stay.
         rows: by placement; none for one that reads nothing.
         slab: where staged pages land first.
         mapping: the peer's memory, where the conversion reads it.
@@ -57,7 +61,7 @@ class Peer:
     description: EngineDescription
     agent_name: str
     planner: Planner
-    conversions: ReadOnlyDict[Placement, tuple[Conversion, ...]]
+    conversions: Conversions
     rows: ReadOnlyDict[Placement, RowPair]
     slab: Slab | None
     mapping: Mapping | None = None
@@ -67,7 +71,7 @@ class Peer:
     def chunks(self, plan: RequestPlan, runs: Runs) -> Iterator[Chunk]:
         """The chunks of a request, in the order in which they should begin."""
         placement = plan.placement
-        conversions = self.conversions.get(placement, ())
+        conversions = self.conversions.get(placement)
         local_ids, remote_ids = runs.local_ids, runs.remote_ids
         for index, part in enumerate(plan.chunks):
             pages = slice(part.first_page, part.first_page + part.num_pages)
@@ -75,13 +79,13 @@ class Peer:
             if placement == "direct":
                 source_ids = remote_ids[pages]
             elif placement == "staged":
-                group = part.first_layer // self.planner.group_layers
+                group = part.first_layer // self.planner.cuts[plan.cut].group_layers
                 source_ids = np.arange(part.num_pages, dtype=np.int32)
             yield Chunk(
                 index=index,
                 is_read=placement != "direct",
                 needs_slot=placement == "staged",
-                conversion=conversions[group] if conversions else None,
+                conversion=conversions[plan.cut][group] if conversions else None,
                 source_ids=source_ids,
                 target_ids=local_ids[pages],
             )

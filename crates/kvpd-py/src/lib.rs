@@ -24,7 +24,7 @@ mod _kvpd {
     #[pymodule_export]
     use crate::plan::{DescriptorRows, TransferPlan, slab_bytes};
     #[pymodule_export]
-    use crate::planner::{Chunk, LinkModel, Planner, RequestPlan};
+    use crate::planner::{Chunk, Cut, LinkModel, Planner, RequestPlan};
     #[pymodule_export]
     use crate::region::{Region, cache_regions};
     #[pymodule_export]

@@ -119,6 +119,24 @@ impl Chunk {
     }
 }
 
+#[pyclass(module = "kvpd", frozen, eq, hash, get_all)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Cut {
+    group_layers: u32,
+    slot_pages: u32,
+    num_groups: u32,
+}
+
+#[pymethods]
+impl Cut {
+    fn __repr__(&self) -> String {
+        let Self { group_layers, slot_pages, num_groups } = self;
+        format!(
+            "Cut(group_layers={group_layers}, slot_pages={slot_pages}, num_groups={num_groups})"
+        )
+    }
+}
+
 #[pyclass(module = "kvpd", frozen)]
 pub(crate) struct Planner(Arc<CorePlanner>);
 
@@ -162,18 +180,17 @@ impl Planner {
     }
 
     #[getter]
-    fn group_layers(&self) -> u32 {
-        self.0.slots().map_or(0, kvpd::Slots::group_layers)
-    }
-
-    #[getter]
-    fn num_groups(&self) -> u32 {
-        self.0.slots().map_or(0, kvpd::Slots::num_groups)
-    }
-
-    #[getter]
-    fn slot_pages(&self) -> u32 {
-        self.0.slots().map_or(0, kvpd::Slots::slot_pages)
+    fn cuts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let cuts = self.0.slots().map_or(&[][..], kvpd::Slots::cuts);
+        let num_layers = self.0.num_layers();
+        PyTuple::new(
+            py,
+            cuts.iter().map(|cut| Cut {
+                group_layers: cut.group_layers(),
+                slot_pages: cut.slot_pages(),
+                num_groups: cut.num_groups(num_layers),
+            }),
+        )
     }
 
     #[getter]
@@ -195,8 +212,13 @@ impl Planner {
         Ok(DescriptorRows(self.0.rows(placement.0)?.clone()))
     }
 
-    fn slab_regions<'py>(&self, py: Python<'py>, group: u64) -> PyResult<Bound<'py, PyTuple>> {
-        let regions = self.0.slab_regions(narrow(group));
+    fn slab_regions<'py>(
+        &self,
+        py: Python<'py>,
+        cut: usize,
+        group: u64,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let regions = self.0.slab_regions(cut, narrow(group));
         region_tuple(py, regions.map_err(CoreError::from)?)
     }
 
@@ -221,6 +243,11 @@ impl RequestPlan {
     #[getter]
     fn placement(&self) -> &'static str {
         self.request.placement().name()
+    }
+
+    #[getter]
+    fn cut(&self) -> usize {
+        self.request.chosen().cut.map_or(0, |(number, _)| number)
     }
 
     #[getter]

@@ -47,6 +47,6 @@ pub use region::{Memory, Region, cache_regions};
 pub use request::{Chunk, RequestPlan};
 pub use rows::{Order, Row};
 pub use runs::{Run, Runs};
-pub use slots::Slots;
+pub use slots::{Cut, Slots};
 pub use units::{Address, BlockId, Bytes};
 pub use verdict::{Outcome, Policy, Verdict, negotiate, negotiate_formats};

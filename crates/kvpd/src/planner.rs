@@ -9,7 +9,7 @@ use crate::region::{Region, Tag};
 use crate::request::{Chunk, RequestPlan, Way};
 use crate::rows::{Landing, Order, Read};
 use crate::runs::Runs;
-use crate::slots::{Needs, Slots};
+use crate::slots::{Cut, Needs, Slots};
 
 /// Where the bytes of a peer's pages land before they are local pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -87,7 +87,7 @@ impl Planner {
             Some(slab) => {
                 let needs = Needs { num_layers, page_bytes, max_pages: options.max_pages };
                 let link = &options.link;
-                let slots = Slots::choose(link, needs, slab.extent_bytes(), options.num_slots)?;
+                let slots = Slots::new(link, needs, slab.extent_bytes(), options.num_slots)?;
                 Some((DescriptorRows::staged(target, source, slab, &slots)?, slots))
             }
             None => None,
@@ -119,7 +119,7 @@ impl Planner {
         self.converts
     }
 
-    /// The geometry of the slots; `None` without a slab.
+    /// The slots and how they may be filled; `None` without a slab.
     pub fn slots(&self) -> Option<&Slots> {
         self.staged.as_ref().map(|(_, slots)| slots)
     }
@@ -141,24 +141,28 @@ impl Planner {
         })
     }
 
-    /// The slab as raw pages of one group of layers, one region per layer: page p of slot s is block
-    /// `s*stride_pages + p` of each.
+    /// The slab as raw pages of one group of layers by the cut of this index, one region per layer:
+    /// page p of slot s is block `s*stride_pages + p` of each.
     ///
     /// # Errors
-    /// There is no slab, or no such group.
-    pub fn slab_regions(&self, group: u32) -> Result<Vec<Region>, PlanError> {
+    /// There is no slab, or no such cut or group.
+    pub fn slab_regions(&self, cut: usize, group: u32) -> Result<Vec<Region>, PlanError> {
         let (Some((_, slots)), Some(slab)) = (&self.staged, &self.options.slab) else {
             return Err(absent("group", group, 0));
         };
-        if group >= slots.num_groups() {
-            return Err(absent("group", group, slots.num_groups()));
+        let number = slots.cuts().len();
+        let cut = slots.cuts().get(cut).ok_or_else(|| absent("cut", cut, number))?;
+        let num_groups = cut.num_groups(self.num_layers());
+        if group >= num_groups {
+            return Err(absent("group", group, num_groups));
         }
-        let first = index(group.saturating_mul(slots.group_layers()));
-        let layers = self.layers.iter().skip(first).take(index(slots.group_layers()));
-        (0..)
+        let first = index(group.saturating_mul(cut.group_layers()));
+        let layers = self.layers.iter().skip(first).take(index(cut.group_layers()));
+        (0_u64..)
             .zip(layers)
             .map(|(position, (layers, tag))| {
-                slots.view(slab, position, tag.clone(), layers.clone())
+                let before = position.saturating_mul(cut.slot_pages().into());
+                slots.view(slab, before, tag.clone(), layers.clone())
             })
             .collect()
     }
@@ -174,12 +178,10 @@ impl Planner {
             self.options.link
         );
         if let Some(slots) = self.slots() {
-            text.push_str(&format!("\n  slab: {slots}"));
-            let (worst, max_pages) =
-                (slots.worst_slowdown(&self.options.link), self.options.max_pages);
+            let max_pages = self.options.max_pages;
             text.push_str(&format!(
-                "; of all cuts the one that slows requests of 1 to {max_pages} pages least \
-                 (at worst {worst:.2} x one READ of everything, conversion included)"
+                "\n  slab: {slots}; each is the fastest for some number of consecutive pages up to \
+                 {max_pages}"
             ));
         }
         text
@@ -206,19 +208,22 @@ impl Planner {
             ways.push(faster(|order| self.in_place_way(runs, order, num_bytes)));
         }
         if let Some((rows, slots)) = &self.staged {
-            ways.push(faster(|order| self.staged_way(rows, slots, runs, order)));
+            let by_cut = slots.cuts().iter().enumerate().map(|(number, cut)| {
+                let way = faster(|order| self.staged_way(rows, slots, cut, runs, order));
+                Way { cut: Some((number, *cut)), ..way }
+            });
+            ways.extend(by_cut.min_by(|a, b| a.seconds.total_cmp(&b.seconds)));
         }
         // Of equals the first: direct, in place, staged.
         ways.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
         let chosen = *ways.first().ok_or(PlanError::NoPlacement)?;
-        let chunks = match (chosen.placement, self.slots()) {
+        let num_layers = self.num_layers();
+        let chunks = match chosen.cut {
             _ if pages == 0 => Vec::new(),
-            (Placement::Staged, Some(slots)) => {
-                chunks(self.num_layers(), pages, slots.group_layers(), slots.slot_pages())
-            }
-            _ => chunks(self.num_layers(), pages, self.num_layers(), pages),
+            Some((_, cut)) => chunks(num_layers, pages, cut.group_layers(), cut.slot_pages()),
+            None => chunks(num_layers, pages, num_layers, pages),
         };
-        Ok(RequestPlan::new(runs.clone(), chosen, ways, chunks, self.num_layers(), num_bytes))
+        Ok(RequestPlan::new(runs.clone(), chosen, ways, chunks, num_layers, num_bytes))
     }
 
     fn in_place_way(&self, runs: &Runs, order: Order, num_bytes: u64) -> Way {
@@ -235,19 +240,26 @@ impl Planner {
         Way::new(Placement::InPlace, order, (planned, merged), seconds)
     }
 
-    fn staged_way(&self, rows: &DescriptorRows, slots: &Slots, runs: &Runs, order: Order) -> Way {
+    fn staged_way(
+        &self,
+        rows: &DescriptorRows,
+        slots: &Slots,
+        cut: &Cut,
+        runs: &Runs,
+        order: Order,
+    ) -> Way {
         // A slot's end also ends a run; every group of layers is cut at the same pages.
-        let slices = runs.remote_ids().chunks(index(slots.slot_pages()).max(1));
+        let slices = runs.remote_ids().chunks(index(cut.slot_pages()).max(1));
         let num_runs = slices.map(num_runs).sum();
         let (mut planned, mut merged) = (0_u64, 0_u64);
-        for layers in rows.parts().chunks(index(slots.group_layers()).max(1)) {
+        for layers in rows.parts().chunks(index(cut.group_layers()).max(1)) {
             let landing = Landing::Slot { first: 0, layer_pages: 0 };
             let read = Read { layers, landing, remote: runs.remote_ids(), order };
             planned = planned.saturating_add(read.num_planned());
             merged = merged.saturating_add(read.num_merged(num_runs));
         }
         let pages = u32::try_from(runs.num_pages()).unwrap_or(u32::MAX);
-        let seconds = slots.seconds(&self.options.link, pages, planned, merged);
+        let seconds = slots.seconds(&self.options.link, cut, pages, planned, merged);
         Way::new(Placement::Staged, order, (planned, merged), seconds)
     }
 
@@ -298,15 +310,15 @@ impl Planner {
         let remote =
             span(request.runs().remote_ids(), first_page, num_pages).ok_or_else(no_chunk)?;
         let local = span(request.runs().local_ids(), first_page, num_pages).ok_or_else(no_chunk)?;
-        let landing = match &self.staged {
-            Some((_, slots)) if placement == Placement::Staged => {
+        let landing = match (&self.staged, request.chosen().cut) {
+            (Some((_, slots)), Some((_, cut))) => {
                 if slot >= slots.num_slots() {
                     return Err(absent("slot", slot, slots.num_slots()));
                 }
                 // Below the pages of the slab, which int32 ids can name.
                 Landing::Slot {
                     first: slot.saturating_mul(slots.stride_pages()).cast_signed(),
-                    layer_pages: slots.slot_pages().cast_signed(),
+                    layer_pages: cut.slot_pages().cast_signed(),
                 }
             }
             _ if slot > 0 => return Err(absent("slot", slot, 0)),
@@ -315,7 +327,8 @@ impl Planner {
         Ok(Read { layers, landing, remote, order: request.order() })
     }
 
-    fn num_layers(&self) -> u32 {
+    /// Layers of a request.
+    pub fn num_layers(&self) -> u32 {
         u32::try_from(self.layers.len()).unwrap_or(u32::MAX)
     }
 }

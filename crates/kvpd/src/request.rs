@@ -5,6 +5,7 @@ use std::fmt;
 use crate::planner::Placement;
 use crate::rows::Order;
 use crate::runs::Runs;
+use crate::slots::Cut;
 
 /// What one READ moves, or one launch where nothing is read: some layers of some pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,6 +25,8 @@ pub struct Chunk {
 pub struct Way {
     /// Where pages land.
     pub placement: Placement,
+    /// How slots are filled, and its index among the planner's cuts; `None` where nothing is staged.
+    pub cut: Option<(usize, Cut)>,
     /// Order of the descriptors.
     pub order: Order,
     /// Descriptors before merging, of all chunks.
@@ -41,7 +44,7 @@ impl Way {
         (num_descriptors, num_merged_descriptors): (u64, u64),
         seconds: f64,
     ) -> Self {
-        Self { placement, order, num_descriptors, num_merged_descriptors, seconds }
+        Self { placement, cut: None, order, num_descriptors, num_merged_descriptors, seconds }
     }
 }
 
@@ -124,14 +127,15 @@ impl RequestPlan {
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let milliseconds = self.seconds * 1e3;
-        let Self { placement, order, num_descriptors, num_merged_descriptors, .. } = self;
+        let Self { placement, cut, order, num_descriptors, num_merged_descriptors, .. } = self;
         match placement {
             Placement::Direct => write!(f, "direct, no descriptors, {milliseconds:.3} ms"),
             _ => write!(
                 f,
-                "{} {}, {num_descriptors} descriptors, {num_merged_descriptors} after merging, \
+                "{}{} {}, {num_descriptors} descriptors, {num_merged_descriptors} after merging, \
                  {milliseconds:.3} ms",
                 placement.name(),
+                cut.map_or_else(String::new, |(_, cut)| format!(" in slots of {cut},")),
                 order.name()
             ),
         }

@@ -1,7 +1,7 @@
-//! How a slab is cut into equal slots, once per peer.
+//! How a slab is divided into equal slots, once per peer, and how a request fills them.
 //!
-//! A slot holds raw pages as [layer position][page], densely: `group_layers` consecutive layers of up to
-//! `slot_pages` pages. Neighbouring pages of a layer are neighbours in a slot, so a run of the peer's
+//! A slot holds raw pages as [layer position][page], densely: by a [`Cut`], `group_layers` consecutive
+//! layers of up to `slot_pages` pages. Neighbouring pages of a layer are neighbours in a slot, so a run of the peer's
 //! pages stays one descriptor.
 
 use std::fmt;
@@ -22,26 +22,49 @@ pub struct Needs {
     pub max_pages: u32,
 }
 
-/// The geometry of the slots.
+/// One way to fill slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    group_layers: u32,
+    slot_pages: u32,
+}
+
+impl Cut {
+    /// Consecutive layers of a chunk.
+    pub const fn group_layers(&self) -> u32 {
+        self.group_layers
+    }
+
+    /// Pages per layer that a slot has room for.
+    pub const fn slot_pages(&self) -> u32 {
+        self.slot_pages
+    }
+
+    /// Groups of `num_layers` layers.
+    pub const fn num_groups(&self, num_layers: u32) -> u32 {
+        num_layers.div_ceil(self.group_layers)
+    }
+}
+
+/// The slots, and the ways to fill them.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slots {
     pub(crate) needs: Needs,
-    pub(crate) group_layers: u32,
-    pub(crate) slot_pages: u32,
     pub(crate) num_slots: u32,
     pub(crate) stride_pages: u32,
+    cuts: Vec<Cut>,
 }
 
 impl Slots {
-    /// Cuts a slab into `num_slots` slots (fewer where it has fewer pages), and a slot into layers and
-    /// pages so that the worst slowdown over requests of 1 to `max_pages` pages is least.
+    /// Divides a slab into `num_slots` slots (fewer where it has fewer pages), and keeps of all cuts
+    /// those that are fastest for consecutive pages of some number up to `max_pages`.
     ///
     /// Long requests want long runs, which more pages and fewer layers a slot keep whole; short ones
     /// want few chunks, which more layers give.
     ///
     /// # Errors
     /// The slab does not hold one page, or there is nothing to hold.
-    pub fn choose(
+    pub fn new(
         link: &LinkModel,
         needs: Needs,
         slab_bytes: u64,
@@ -63,32 +86,35 @@ impl Slots {
         // More pages than ids can name are left unused.
         let pages = u32::try_from(pages).unwrap_or(u32::MAX).min(BlockId::MAX);
         let num_slots = num_slots.min(pages);
-        let stride_pages = pages / num_slots;
-        let mut best: Option<(f64, Self)> = None;
-        for groups in 1..=needs.num_layers {
-            let group_layers = needs.num_layers.div_ceil(groups);
-            let slot_pages = (stride_pages / group_layers).min(needs.max_pages);
-            if slot_pages == 0 || best.is_some_and(|(_, slots)| slots.group_layers == group_layers)
-            {
-                continue;
-            }
-            let slots = Self { needs, group_layers, slot_pages, num_slots, stride_pages };
-            let slowdown = slots.worst_slowdown(link);
-            if best.is_none_or(|(least, _)| slowdown < least) {
-                best = Some((slowdown, slots));
+        let mut slots =
+            Self { needs, num_slots, stride_pages: pages / num_slots, cuts: Vec::new() };
+        let doubled = std::iter::successors(Some(1_u32), |pages| pages.checked_mul(2));
+        let sizes = doubled.take_while(|&pages| pages < needs.max_pages).chain([needs.max_pages]);
+        for pages in sizes {
+            let fastest = slots.possible_cuts().min_by(|a, b| {
+                let seconds = |cut: &Cut| slots.seconds_of_one_run(link, cut, pages);
+                seconds(a).total_cmp(&seconds(b))
+            });
+            if let Some(cut) = fastest.filter(|cut| !slots.cuts.contains(cut)) {
+                slots.cuts.push(cut);
             }
         }
-        best.map(|(_, slots)| slots).ok_or(PlanError::SlabTooSmall { slab_bytes, page_bytes })
+        Ok(slots)
     }
 
-    /// Consecutive layers of a chunk.
-    pub const fn group_layers(&self) -> u32 {
-        self.group_layers
+    /// Every division of the layers into groups, the largest groups first.
+    fn possible_cuts(&self) -> impl Iterator<Item = Cut> {
+        let Self { needs, stride_pages, .. } = *self;
+        (1..=needs.num_layers).filter_map(move |groups| {
+            let group_layers = needs.num_layers.div_ceil(groups);
+            let slot_pages = (stride_pages / group_layers).min(needs.max_pages);
+            (slot_pages > 0).then_some(Cut { group_layers, slot_pages })
+        })
     }
 
-    /// Pages per layer that a slot has room for.
-    pub const fn slot_pages(&self) -> u32 {
-        self.slot_pages
+    /// The cuts to choose from, at least one.
+    pub fn cuts(&self) -> &[Cut] {
+        &self.cuts
     }
 
     /// Slots.
@@ -111,20 +137,19 @@ impl Slots {
         self.needs.page_bytes.saturating_mul(self.stride_pages.into())
     }
 
-    /// All slots of `slab` seen as pages of one layer position: page p of slot s is block
-    /// `s*stride_pages + p`.
+    /// All slots of `slab` seen as pages that lie `before` pages behind where they are counted: with
+    /// those of one layer position's predecessors, page p of slot s is block `s*stride_pages + p`.
     ///
     /// # Errors
     /// The slab does not hold them.
     pub(crate) fn view(
         &self,
         slab: &Region,
-        position: u32,
+        before: u64,
         tag: Option<Tag>,
         layers: Vec<String>,
     ) -> Result<Region, PlanError> {
         let page_bytes = self.needs.page_bytes;
-        let before = u64::from(position).saturating_mul(self.slot_pages.into());
         let pages = u64::from(self.num_slots).saturating_mul(self.stride_pages.into());
         let address = Bytes(page_bytes).times(before).and_then(|bytes| slab.address().plus(bytes));
         let overflow = RegionError::Overflow { field: "slab address" };
@@ -140,38 +165,32 @@ impl Slots {
         Ok(Region::new(strided, tag, layers)?)
     }
 
-    /// Groups of layers.
-    pub const fn num_groups(&self) -> u32 {
-        self.needs.num_layers.div_ceil(self.group_layers)
-    }
-
     /// Bytes of a chunk.
     pub(crate) fn chunk_bytes(&self, num_layers: u32, num_pages: u32) -> u64 {
         let pages = u64::from(num_layers).saturating_mul(num_pages.into());
         pages.saturating_mul(self.needs.page_bytes)
     }
 
-    /// Over requests of one run: the largest time as a multiple of a READ of everything at once.
-    pub fn worst_slowdown(&self, link: &LinkModel) -> f64 {
-        let Needs { num_layers, max_pages, .. } = self.needs;
-        let layers = u64::from(num_layers);
-        let doubled = std::iter::successors(Some(1_u32), |pages| pages.checked_mul(2));
-        let sizes = doubled.take_while(|&pages| pages < max_pages).chain([max_pages]);
-        let slowdown = |pages: u32| {
-            let num_bytes = self.chunk_bytes(num_layers, pages);
-            let planned = layers.saturating_mul(pages.into());
-            let merged = layers.saturating_mul(pages.div_ceil(self.slot_pages).into());
-            self.seconds(link, pages, planned, merged)
-                / link.read_seconds(1, planned, layers, num_bytes)
-        };
-        sizes.map(slowdown).fold(0.0, f64::max)
+    fn seconds_of_one_run(&self, link: &LinkModel, cut: &Cut, pages: u32) -> f64 {
+        let layers = u64::from(self.needs.num_layers);
+        let planned = layers.saturating_mul(pages.into());
+        let merged = layers.saturating_mul(pages.div_ceil(cut.slot_pages).into());
+        self.seconds(link, cut, pages, planned, merged)
     }
 
     /// Seconds of a staged request: READs one after another, each chunk converted while the next is
     /// read, unless there is no slot for the next.
-    pub(crate) fn seconds(&self, link: &LinkModel, pages: u32, planned: u64, merged: u64) -> f64 {
+    pub(crate) fn seconds(
+        &self,
+        link: &LinkModel,
+        cut: &Cut,
+        pages: u32,
+        planned: u64,
+        merged: u64,
+    ) -> f64 {
+        let Cut { group_layers, slot_pages } = *cut;
         let num_layers = self.needs.num_layers;
-        let (groups, slices) = (self.num_groups(), pages.div_ceil(self.slot_pages));
+        let (groups, slices) = (cut.num_groups(num_layers), pages.div_ceil(slot_pages));
         let chunks = u64::from(groups).saturating_mul(slices.into());
         let num_bytes = self.chunk_bytes(num_layers, pages);
         let read = link.read_seconds(chunks, planned, merged, num_bytes);
@@ -180,10 +199,10 @@ impl Slots {
             return read + convert;
         }
         // A chunk is never less than one page of one layer; of a request without pages nothing is left.
-        let first = self.chunk_bytes(self.group_layers, self.slot_pages.min(pages));
+        let first = self.chunk_bytes(group_layers, slot_pages.min(pages));
         let last = self.chunk_bytes(
-            num_layers.saturating_sub((groups.saturating_sub(1)).saturating_mul(self.group_layers)),
-            pages.saturating_sub(slices.saturating_sub(1).saturating_mul(self.slot_pages)),
+            num_layers.saturating_sub((groups.saturating_sub(1)).saturating_mul(group_layers)),
+            pages.saturating_sub(slices.saturating_sub(1).saturating_mul(slot_pages)),
         );
         let share = float(first) / float(num_bytes.max(1));
         let reads_bound = read + link.convert_seconds(last);
@@ -194,13 +213,21 @@ impl Slots {
 
 impl fmt::Display for Slots {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { num_slots, group_layers, slot_pages, .. } = self;
+        let Self { num_slots, needs, cuts, .. } = self;
         let megabytes = float(self.slot_bytes()) / 1e6;
-        let page_bytes = self.needs.page_bytes;
+        let page_bytes = needs.page_bytes;
+        let cuts: Vec<String> = cuts.iter().map(Cut::to_string).collect();
         write!(
             f,
-            "{num_slots} slots of {megabytes:.1} MB, each {group_layers} layers x {slot_pages} \
-             pages of {page_bytes} bytes"
+            "{num_slots} slots of {megabytes:.1} MB, each for {} (pages of {page_bytes} bytes)",
+            cuts.join(" or ")
         )
+    }
+}
+
+impl fmt::Display for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { group_layers, slot_pages } = self;
+        write!(f, "{group_layers} layers x {slot_pages} pages")
     }
 }

@@ -86,9 +86,10 @@ fn expected(
             let at = usize::try_from(chunk.first_page + page).unwrap();
             let block = |ids: &[i32]| u64::try_from(ids[at]).unwrap();
             let from = page_addresses(source, name, block(plan.runs().remote_ids()));
-            let to = match planner.slots() {
-                Some(slots) if plan.placement() == Placement::Staged => {
-                    let raw = planner.slab_regions(layer / slots.group_layers()).unwrap();
+            let to = match (planner.slots(), plan.chosen().cut) {
+                (Some(slots), Some((number, cut))) => {
+                    assert_eq!(slots.cuts()[number], cut);
+                    let raw = planner.slab_regions(number, layer / cut.group_layers()).unwrap();
                     page_addresses(&raw, name, (slot * slots.stride_pages() + page).into())
                 }
                 _ => page_addresses(target, name, block(plan.runs().local_ids())),
@@ -255,7 +256,7 @@ fn staged_pages_merge_along_the_remote_runs() {
     assert_eq!(remote, (0..3).flat_map(of_layer).collect::<Vec<_>>());
 }
 
-/// By hand: 8 layers, slots of 4 layers x 8 pages, 12 pages in two runs of the peer.
+/// By hand: 8 layers, slots of 8 layers x 4 pages, 12 pages in two runs of the peer.
 #[test]
 fn a_staged_request_costs_its_reads_and_the_last_conversion() {
     let (target, source) = (
@@ -277,21 +278,22 @@ fn a_staged_request_costs_its_reads_and_the_last_conversion() {
     let planner = Planner::new(&target, &source, options).unwrap();
     let slots = planner.slots().unwrap();
     assert_eq!((slots.num_slots(), slots.stride_pages()), (2, 32));
-    assert_eq!(slots.group_layers() * slots.slot_pages(), 32);
-    let (groups, slices) =
-        (8_u32.div_ceil(slots.group_layers()), 12_u32.div_ceil(slots.slot_pages()));
+    // The other one takes 8 pages in two chunks too, and keeps their run whole.
+    let cuts: Vec<_> =
+        slots.cuts().iter().map(|cut| (cut.group_layers(), cut.slot_pages())).collect();
+    assert_eq!(cuts, [(8, 4), (4, 8)]);
+    let (groups, slices) = (1, 3);
     let local: Vec<i64> = (0..12).collect();
     let remote: Vec<i64> = (0..6).chain(20..26).rev().collect();
     let plan = planner.plan(&Runs::pair(&local, &remote).unwrap()).unwrap();
     assert_eq!(plan.chunks().len(), usize::try_from(groups * slices).unwrap());
     let way = plan.chosen();
+    assert_eq!(way.cut.map(|(number, _)| number), Some(0));
     assert_eq!(way.num_descriptors, 8 * 12);
     let bytes = f64::from(8 * 12 * 1024);
     let merged = f64::from(u32::try_from(way.num_merged_descriptors).unwrap());
     let reads = f64::from(groups * slices) * 10.0 + merged * 1e-3 + bytes / 2e6;
-    let last_pages = 12 - (slices - 1) * slots.slot_pages();
-    let last_layers = 8 - (groups - 1) * slots.group_layers();
-    let last = f64::from(last_pages * last_layers * 1024) / 1e5;
+    let last = f64::from(4 * 8 * 1024) / 1e5;
     assert!((way.seconds - (reads + last)).abs() < 1e-9, "{way}");
 }
 
@@ -352,7 +354,9 @@ fn what_cannot_be_is_refused_by_type() {
     let error = PlanError::NoSuchBlock { side: "remote", block: 32, num_blocks: 32 };
     assert_eq!(planner.plan(&outside).err(), Some(error));
     assert!(planner.rows(Placement::InPlace).is_err());
-    assert!(planner.slab_regions(planner.slots().unwrap().num_groups()).is_err());
+    let cuts = planner.slots().unwrap().cuts();
+    assert!(planner.slab_regions(0, cuts[0].num_groups(2)).is_err());
+    assert!(planner.slab_regions(cuts.len(), 0).is_err());
 
     let plan = planner.plan(&runs(3)).unwrap();
     let code = |chunk, slot| match planner.write_chunk_ids(&plan, chunk, slot, &mut [], &mut []) {
