@@ -25,7 +25,7 @@ examples:
   kvpd bench transfer                              on two GPUs, or one (then without a link)
   kvpd bench transfer --traces tests/vectors/block_ids/*.json --json figures.json
   kvpd bench transfer --device cpu --layers 2 --cache-blocks 64 --blocks 1,16 --slab-mb 16
-  kvpd bench transfer --from-json docs/data/transfer-h200-one-gpu.json    what was measured
+  kvpd bench transfer --from-json docs/data/transfer-h200.json    what was measured
 
 exit status: 0 every byte was right, 1 not, 2 it could not run
 """
