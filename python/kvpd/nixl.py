@@ -107,6 +107,7 @@ class Agent:
         name: str,
         *,
         backends: Sequence[str] = ("UCX",),
+        num_threads: int = 0,
         telemetry: bool = True,
         verbose: bool = False,
     ) -> Agent:
@@ -115,6 +116,8 @@ class Agent:
         Args:
             name: unique among the agents that will meet.
             backends: NIXL backends to start.
+            num_threads: threads that post the descriptors of one READ together, beside the caller's
+                if 0. vLLM's connector has 4 (its key ``num_threads``).
             telemetry: let NIXL count descriptors and time per transfer.
             verbose: keep NIXL's INFO messages (``NIXL_LOG_LEVEL`` in the environment wins).
 
@@ -129,6 +132,7 @@ class Agent:
             # Handshakes run beside the thread that polls.
             config = api.nixl_agent_config(
                 backends=list(backends),
+                num_threads=num_threads,
                 capture_telemetry=telemetry,
                 sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             )

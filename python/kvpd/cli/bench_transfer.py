@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--repeat", 15, "rounds of each timing loop"),
         ("--slab-mb", 2048, "slab of the staged arm, megabytes"),
         ("--slots", 4, "slots of the slab"),
+        ("--nixl-threads", 4, "threads with which NIXL posts, as many as in vLLM's connector"),
     ):
         parser.add_argument(
             flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
@@ -156,6 +157,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         num_blocks=args.cache_blocks,
         prefill_device=f"cuda:{args.prefill_gpu}" if on_gpu else "cpu",
         decode_device=f"cuda:{decode_gpu}" if on_gpu else "cpu",
+        nixl_threads=args.nixl_threads,
     )
     workloads = [
         synthetic(pattern, int(count), args.cache_blocks)

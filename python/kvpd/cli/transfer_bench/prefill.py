@@ -34,7 +34,7 @@ def serve(channel: Channel) -> None:
         torch.cuda.set_device(device)
     cache = Cache(scenario, scenario.prefill_device)
     cache.write_prefill()
-    agent = Agent.create(f"bench-prefill-{time.time_ns()}")
+    agent = Agent.create(f"bench-prefill-{time.time_ns()}", num_threads=scenario.nixl_threads)
     registration = cache.register(agent)
     description = cache.description(scenario.standard, "LBHNC")
     exporter, why_not = None, "the caches are in host memory"

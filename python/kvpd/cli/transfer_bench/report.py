@@ -20,7 +20,8 @@ def text(figures: Figures) -> str:
         f"{scenario['layers']} layers, pages [{scenario['heads']} heads, {scenario['tokens']} "
         f"tokens, 2x{scenario['head_dim']}] bfloat16; prefill on {scenario['prefill_device']}, "
         f"decoder on {scenario['decode_device']}, two processes; slab "
-        f"{figures['slab_bytes'] / 1e6:.0f} MB in {figures['num_slots']} slots",
+        f"{figures['slab_bytes'] / 1e6:.0f} MB in {figures['num_slots']} slots, "
+        f"{scenario['nixl_threads']} threads of NIXL",
     ]
     if not figures["has_link"]:
         lines.append("NO LINK IS MEASURED: both caches are in the same memory")

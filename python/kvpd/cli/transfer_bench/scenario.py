@@ -19,6 +19,7 @@ class Scenario:
         layers, heads, tokens, head_dim: of a rank; `tokens` per page.
         num_blocks: of each cache.
         prefill_device, decode_device: "cpu", or "cuda:N".
+        nixl_threads: with which both agents post, as in an engine.
     """
 
     layers: int
@@ -28,6 +29,7 @@ class Scenario:
     num_blocks: int
     prefill_device: str
     decode_device: str
+    nixl_threads: int = 4
 
     @property
     def standard(self) -> PageFormat:

@@ -83,7 +83,9 @@ def measure(
         if handshake is None:
             raise TransferError("the prefill sent no tag", code="untagged-peer", field="kvpd")
         cache = Cache(scenario, scenario.decode_device)
-        agent = SharedAgent.create(f"bench-decode-{time.time_ns()}")
+        agent = SharedAgent.create(
+            f"bench-decode-{time.time_ns()}", num_threads=scenario.nixl_threads
+        )
         stack.callback(agent.close)
         stack.callback(agent.deregister, cache.register(agent))
         arms: list[Arm] = []
