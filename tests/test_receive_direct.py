@@ -493,6 +493,20 @@ def test_a_withdrawn_offer_stops_new_requests_and_unmaps(make: Maker, own_prefil
     assert refused.value.code == "unreachable"
 
 
+def test_every_peer_that_withdrew_is_let_go(
+    make: Maker, shared_prefill: Prefill, own_prefill: Prefill
+) -> None:
+    decoder = make(shared_prefill)
+    stays = decoder.add_peer()
+    leaves = decoder.receiver.add_peer(replace(own_prefill.handshake, engine_id="another"))
+    own_prefill.tell("close 60")
+    assert eventually(lambda: not leaves.is_offered)
+    decoder.poll(2)  # one look for each peer
+    assert not decoder.receiver.is_connected(leaves)
+    assert decoder.receiver.is_connected(stays) and decoder.driver.num_open == 1
+    assert own_prefill.answer() == 0
+
+
 def test_a_prefill_killed_while_its_pages_are_read(make: Maker, own_prefill: Prefill) -> None:
     """They are there as long as they are mapped: the request is right, only nobody to be told."""
     decoder = make(own_prefill)

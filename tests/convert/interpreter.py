@@ -37,4 +37,4 @@ if not isinstance(kernels.convert_kernel, InterpretedFunction):
 
 TritonConversion = launch.TritonConversion
 
-__all__ = ["TritonConversion", "interpreting", "launch"]
+__all__ = ["TritonConversion", "interpreting", "kernels", "launch"]

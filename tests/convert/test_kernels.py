@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from kvpd import ConversionError, PageFormat
 from kvpd.convert import Pages
 from kvpd.convert.plan import DIRECT, IN_PLACE, OUT_OF_PLACE, Tuning, plan_kernel
 from tests.convert.caches import Holding
 from tests.convert.cases import Case, check, default_matrix, full_matrix, pair, set_up
-from tests.convert.interpreter import TritonConversion
+from tests.convert.interpreter import TritonConversion, kernels, launch
 
 
 @pytest.mark.parametrize("case", list(default_matrix()), ids=str)
@@ -129,3 +133,58 @@ def test_short_runs_are_refused() -> None:
     with pytest.raises(ConversionError) as caught:
         plan_kernel(standard, split, OUT_OF_PLACE)
     assert caught.value.code in ("short-run", "unaligned-offset")
+
+
+class FakeCompiled:
+    """In place of a compiled kernel, which takes addresses: the interpreter on what lies there."""
+
+    def __init__(self, conversion: TritonConversion) -> None:
+        self.conversion = conversion
+        self.streams: list[object] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        of = self.conversion
+
+        def run(*arguments: Any, stream: object) -> None:
+            *tables, source, target, counters, num_ids, num_work = arguments[:7]
+            assert tables == [of._source_table.data_ptr(), of._target_table.data_ptr()]
+            assert counters == of._counters.data_ptr()
+            assert len(arguments) == 7 + len(of.constants)
+            self.streams.append(stream)
+            ids = [torch.from_numpy(int32_at(address, num_ids)) for address in (source, target)]
+            kernels.convert_kernel[grid](
+                of._source_table, of._target_table, *ids, of._counters, num_ids, num_work,
+                **of.constants,
+            )  # fmt: skip
+
+        return run
+
+
+def int32_at(address: int, count: int) -> NDArray[np.int32]:
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ids_that_stay_in_host_memory(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """Their addresses lead to the right pages, on the stream that was named; or nothing happens."""
+    setup = set_up(Case(*SHAPE, in_place, "planes", 0, torch.int32))
+    source = setup.target.pages.seen_as(setup.source.format) if in_place else setup.source
+    conversion = TritonConversion(source, setup.target.pages, Tuning(4096, 16384))
+    sides = [setup.target_ids] if in_place else [setup.target_ids, setup.source_ids]
+    ids, count = torch.cat(sides), setup.target_ids.numel()
+    stream: Any = SimpleNamespace(cuda_stream=0x57)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    assert not conversion.enqueue_with_host_ids(ids, count, stream), "nothing was compiled yet"
+    compiled = FakeCompiled(conversion)
+    conversion._compiled[torch.int32] = compiled
+    for place, name, value in (
+        (torch.version, "hip", "6.4"),  # not tried there
+        (launch, "_MAX_HOST_READS", 1),  # many programs would each read over PCIe
+        (torch.cuda, "current_device", lambda: 1),  # where Triton would launch
+    ):
+        with monkeypatch.context() as now:
+            now.setattr(place, name, value)
+            assert not conversion.enqueue_with_host_ids(ids, count, stream)
+    assert compiled.streams == [] and setup.target.differing().size > 0
+    assert conversion.enqueue_with_host_ids(ids, count, stream)
+    assert compiled.streams == [0x57] and setup.target.differing().size == 0

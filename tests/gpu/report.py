@@ -82,12 +82,8 @@ def _hand_over(rows: list[dict[str, Any]]) -> list[str]:
         conversion,
         _spread([1e3 * row["hand_over_seconds"] for row in rows]),
         _spread([1e3 * row["thread_seconds"] for row in rows]),
-        # Results from before these were noted have none.
-        *(
-            _spread([1e3 * row[key] for row in rows if key in row])
-            for key in ("start_seconds", "poll_seconds")
-        ),
-        _spread([row["num_polls"] for row in rows if "num_polls" in row], digits=0),
+        *(_spread([1e3 * row[key] for row in rows]) for key in ("start_seconds", "poll_seconds")),
+        _spread([row["num_polls"] for row in rows], digits=0),
         f"{min(descriptors):,.0f}-{max(descriptors):,.0f}" if max(descriptors) else "none",
     ]
 

@@ -10,23 +10,19 @@ from tests.gpu import report
 SPENT = ((0.5, 0.2, 0.3, 4), (0.9, 0.3, 0.6, 7), (0.7, 0.1, 0.6, 5))
 
 
-def hand_overs(*, with_parts: bool) -> list[dict[str, Any]]:
-    rows = []
-    for thread, start, polls, num_polls in SPENT:
-        row: dict[str, Any] = {
+def hand_overs() -> list[dict[str, Any]]:
+    return [
+        {
             "hand_over_seconds": 2e-3,
             "thread_seconds": thread / 1e3,
+            "start_seconds": start / 1e3,
+            "poll_seconds": polls / 1e3,
+            "num_polls": num_polls,
             "ready": None,
             "metrics": {"vllm:nixl_num_descriptors_sum": 256.0},
         }
-        if with_parts:
-            row |= {
-                "start_seconds": start / 1e3,
-                "poll_seconds": polls / 1e3,
-                "num_polls": num_polls,
-            }
-        rows.append(row)
-    return rows
+        for thread, start, polls, num_polls in SPENT
+    ]
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,16 +60,11 @@ def table(text: str, title: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_threads_time_is_told_by_its_parts() -> None:
-    cells = table(report.text(result(hand_overs(with_parts=True))), "polls")["an arm"]
+    arms = table(report.text(result(hand_overs())), "polls")
+    cells = arms["an arm"]
     assert cells["of it in the engine's thread"] == "0.70 (0.50-0.90)"
     assert cells["starting"] == "0.20 (0.10-0.30)"
     assert cells["polling"] == "0.60 (0.30-0.60)"
     assert cells["polls"] == "5 (4-7)"
     assert cells["descriptors"] == "256-256"
-
-
-def test_older_results_and_arms_without_times_have_no_parts() -> None:
-    arms = table(report.text(result(hand_overs(with_parts=False))), "polls")
-    assert arms["an arm"]["of it in the engine's thread"] == "0.70 (0.50-0.90)"
-    assert {arms["an arm"][title] for title in ("starting", "polling", "polls")} == {"-"}
     assert arms["a wrong one"]["polls"] == arms["a wrong one"]["descriptors"] == "-"

@@ -7,7 +7,7 @@ use crate::arguments::narrow;
 use crate::errors::CoreResult;
 use crate::runs::Runs;
 
-#[pyclass(module = "kvpd")]
+#[pyclass(module = "kvpd._kvpd")]
 pub(crate) struct Claims(CoreClaims);
 
 #[pymethods]

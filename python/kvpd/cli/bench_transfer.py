@@ -76,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-requests", type=int, default=8, metavar="N", help="longest requests of a trace"
     )
     parser.add_argument(
-        "--victims", action="store_true", help="also what transfers do to other work on the GPU"
+        "--victims",
+        action="store_true",
+        help="also what transfers of up to 256 random blocks do to other work on the GPU",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for the prefill's answers"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -68,6 +71,9 @@ class ConversionQueue:
             self._stream = torch.cuda.Stream(self.device)
             self._submitted = torch.cuda.Event()
             self._slots = [_Slot(self._stream, max_ids) for _ in range(num_slots)]
+            # Before the slots' memory is anybody else's: a kernel that still runs reads its ids
+            # there, and torch knows of no use by which it would keep the memory itself.
+            weakref.finalize(self, _let_end, self._stream).atexit = False
 
     @property
     def has_room(self) -> bool:
@@ -203,6 +209,11 @@ class _Slot:
             self._ids[:used].copy_(self._pinned[:used], non_blocking=True)
             ids_out = self._ids[:count]
             conversion(ids_out if conversion.in_place else self._ids[count:used], ids_out)
+
+
+def _let_end(stream: torch.cuda.Stream) -> None:
+    with suppress(RuntimeError):  # the device failed: nothing runs any more
+        stream.synchronize()
 
 
 def device_error(device: torch.device, error: RuntimeError) -> ConversionError:
