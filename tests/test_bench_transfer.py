@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +224,14 @@ def test_bars() -> None:
     name = "staged, recorded, >= 2 pages a run on the prefill: of stock's time"
     assert found[name] == (pytest.approx(0.6), False)
     assert found["host memory: READs, of stock's time, the slowest pattern"][0] is None
-    without_link = figures(*data["rows"], has_link=False, device="host memory")
-    found = {name: (value, holds) for name, value, _, holds in report.bars(without_link)}
-    assert found["direct, random ids, 4k: GB/s"] == (None, False)
-    slowest = found["host memory: READs, of stock's time, the slowest pattern"]
-    assert slowest == (pytest.approx(9.0), False)
+    for nixl_threads, slowest in ((4, None), (0, pytest.approx(9.0))):
+        scenario = replace(SMALL, nixl_threads=nixl_threads).to_json()
+        changes = {"has_link": False, "device": "host memory", "scenario": scenario}
+        without_link = figures(*data["rows"], **changes)
+        found = {name: (value, holds) for name, value, _, holds in report.bars(without_link)}
+        assert found["direct, random ids, 4k: GB/s"] == (None, False)
+        name = "host memory: READs, of stock's time, the slowest pattern"
+        assert found[name] == (slowest, False)
 
 
 def test_the_link_is_fitted() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -102,8 +104,8 @@ class Event:
 
 
 @pytest.fixture
-def slot(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A ring slot whose pinned and device memory is plain memory."""
+def plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots whose pinned and device memory is plain memory."""
     empty = torch.empty
 
     def unpinned(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -112,7 +114,30 @@ def slot(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+@pytest.fixture
+def slot(plain_memory: None) -> Any:
     return stream._Slot(STREAM, 8)
+
+
+def test_memory_of_a_dropped_queue_waits_for_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, plain_memory: None
+) -> None:
+    """They may read their ids from a slot's pinned memory, which torch would hand out again."""
+    slots: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    class FakeSideStream(FakeStream):
+        def synchronize(self) -> None:
+            alive.append(slots[0]() is not None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeSideStream())
+    queue = ConversionQueue("cuda", num_slots=1, max_ids=8)
+    slots.append(weakref.ref(queue._slots[0]))
+    del queue
+    gc.collect()
+    assert alive == [True] and slots[0]() is None
 
 
 def test_slot_in_flight_is_waited_for_before_its_ids_change(slot: Any) -> None:
