@@ -34,17 +34,30 @@ class ReferenceConversion(Conversion):
         rows_in = source_ids[kept].long()
         rows_out = target_ids[kept].long()
         for source, target in zip(self.source.layers, self.target.layers, strict=True):
-            raw = torch.cat([piece[rows_in] for piece in source], dim=1)  # [pages, page_bytes]
+            raw = _gathered(source, rows_in)
             # Read as well, so that padding is written back as it was.
-            out = torch.cat([piece[rows_out] for piece in target], dim=1)
+            out = _gathered(target, rows_out)
             for placed_in, placed_out in self._pairs:
                 elements = _elements(out, placed_out, self._unit_bytes)
                 values = _elements(raw, placed_in, self._unit_bytes)
                 elements.copy_(values.reshape(elements.shape))
             start = 0
             for piece in target:
-                piece[rows_out] = out[:, start : start + piece.shape[1]]
+                wide = _wide(piece)
+                part = out[:, start : start + piece.shape[1]].contiguous()
+                wide[rows_out] = part.view(wide.dtype)
                 start += piece.shape[1]
+
+
+def _gathered(pieces: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.Tensor:
+    """uint8 [pages, page_bytes]: pages of a layer, whole."""
+    return torch.cat([_wide(piece)[rows].view(torch.uint8) for piece in pieces], dim=1)
+
+
+def _wide(piece: torch.Tensor) -> torch.Tensor:
+    """The same bytes in eights where they divide: torch moves rows on a CPU element by element."""
+    numbers = (piece.shape[1], piece.stride(0), piece.storage_offset())
+    return piece.view(torch.int64) if all(number % 8 == 0 for number in numbers) else piece
 
 
 def _axes(placed: Placed) -> list[tuple[int, int]]:
