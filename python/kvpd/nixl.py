@@ -116,8 +116,8 @@ class Agent:
         Args:
             name: unique among the agents that will meet.
             backends: NIXL backends to start.
-            num_threads: threads that post the descriptors of one READ together, beside the caller's
-                if 0. vLLM's connector has 4 (its key ``num_threads``).
+            num_threads: NIXL's own threads, which share the descriptors of a long READ; with 0 the
+                caller's posts them all. vLLM's connector has 4 (its key ``num_threads``).
             telemetry: let NIXL count descriptors and time per transfer.
             verbose: keep NIXL's INFO messages (``NIXL_LOG_LEVEL`` in the environment wins).
 

@@ -6,10 +6,6 @@
 use crate::error::PlanError;
 use crate::units::BlockId;
 
-const WORD_BITS: u32 = u64::BITS;
-/// Sorting costs tens of nanoseconds an id, clearing a word a fraction of one.
-const WORDS_PER_ID: usize = 64;
-
 /// Pages `[local, local + num_pages)` are read from `[remote, remote + num_pages)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Run {
@@ -47,7 +43,8 @@ impl Runs {
             .map(|(&local, &remote)| (u64::from(remote) << 32) | u64::from(local))
             .collect();
         pairs.sort_unstable();
-        refuse_twice_unsorted("local", &mut locals)?;
+        locals.sort_unstable();
+        refuse_twice("local", locals.iter().copied())?;
         refuse_twice("remote", pairs.iter().map(|&pair| high(pair)))?;
         Ok(Self::merge(pairs.into_iter().map(|pair| (low(pair), high(pair)))))
     }
@@ -119,26 +116,6 @@ fn refuse_twice(
         Some((block, _)) => Err(PlanError::DuplicateBlock { side, block }),
         None => Ok(()),
     }
-}
-
-/// The same of ids in any order, which may be sorted by it.
-fn refuse_twice_unsorted(side: &'static str, ids: &mut [u32]) -> Result<(), PlanError> {
-    let num_words = ids.iter().max().map_or(0, |&id| id / WORD_BITS + 1);
-    let num_words = usize::try_from(num_words).unwrap_or(usize::MAX);
-    if num_words > WORDS_PER_ID.saturating_mul(ids.len()) {
-        ids.sort_unstable();
-        return refuse_twice(side, ids.iter().copied());
-    }
-    // A bit for each block: less work than sorting unless the ids are few and far between.
-    let mut words = vec![0_u64; num_words];
-    for &block in ids.iter() {
-        let bit = 1 << (block % WORD_BITS);
-        match usize::try_from(block / WORD_BITS).ok().and_then(|word| words.get_mut(word)) {
-            Some(word) if *word & bit == 0 => *word |= bit,
-            _ => return Err(PlanError::DuplicateBlock { side, block }),
-        }
-    }
-    Ok(())
 }
 
 fn high(pair: u64) -> u32 {

@@ -137,8 +137,8 @@ impl Slots {
         self.needs.page_bytes.saturating_mul(self.stride_pages.into())
     }
 
-    /// All slots of `slab` seen as pages that lie `before` pages behind where they are counted: with
-    /// those of one layer position's predecessors, page p of slot s is block `s*stride_pages + p`.
+    /// All slots of `slab` seen as pages of the layer position that begins `before` pages into each
+    /// slot: its page p of slot s is block `s*stride_pages + p`.
     ///
     /// # Errors
     /// The slab does not hold them.

@@ -105,7 +105,7 @@ fn ids_that_cannot_be_are_refused() {
     assert_eq!(pair(&[1], &[]), Err(PlanError::LengthMismatch { local: 1, remote: 0 }));
     assert_eq!(pair(&[1, 2, 1], &[3, 4, 5]), duplicate("local", 1));
     assert_eq!(pair(&[1, 2, 3], &[4, 5, 4]), duplicate("remote", 4));
-    // Ids so far apart that they are sorted instead of counted.
+    // However far apart.
     let far = i64::from(i32::MAX);
     assert_eq!(pair(&[far, 0, far], &[3, 4, 5]), duplicate("local", u32::MAX / 2));
     assert!(pair(&[far, 0, far - 1], &[3, 4, 5]).is_ok());
