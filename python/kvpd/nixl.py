@@ -293,7 +293,7 @@ class Agent:
     def close(self) -> None:
         """Let go of the native agent, which is destroyed when nobody else holds it.
 
-        Until then its progress thread keeps taking a tenth of a core.
+        Until then its progress thread takes a whole core.
         """
         self._native = None
 

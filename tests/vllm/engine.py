@@ -66,7 +66,9 @@ class Engine:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         from tests.vllm import backends
+        from tests.vllm.patience import let_nixl_wait
 
+        let_nixl_wait()
         backend = backends.BACKENDS[options["backend"]]
         if options.get("backend_name"):
             backend.name = options["backend_name"]

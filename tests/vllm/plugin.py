@@ -14,6 +14,8 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from tests.vllm.backends import BACKENDS
+    from tests.vllm.patience import let_nixl_wait
 
+    let_nixl_wait()
     backend = BACKENDS[os.environ["KVPD_TEST_BACKEND"]]
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}")

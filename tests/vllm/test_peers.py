@@ -54,10 +54,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 
 class Engines:
-    """Engines by name, started when asked for; those not asked for the longest are ended.
-
-    Also an idle one keeps a tenth of a core busy with NIXL's progress thread.
-    """
+    """Engines by name, started when asked for; those not asked for the longest are ended."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self.directory = directory
