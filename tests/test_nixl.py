@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -168,6 +170,33 @@ def test_a_peer_that_died(agent: Agent, remote: Remote) -> None:
     pytest.fail("a dead peer was read for 20 seconds")
 
 
+def test_a_read_that_has_not_ended_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL would release it, and UCX go on writing into memory that is somebody else's by then."""
+    # Over TCP a stopped process answers nothing; other transports read its memory without it.
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    remote = start_peer()
+    agent = Agent.create(f"nixl-test-tcp-{time.time_ns()}")
+    try:
+        memory = np.full(2 * STRIDE * COUNT, POISON, dtype=np.uint8)
+        agent.register([MemoryRange(int(memory.ctypes.data), memory.size)])
+        name = agent.add_peer(remote.metadata)
+        ours = agent.prepare_local(rows(int(memory.ctypes.data), stride=STRIDE), "dram")
+        theirs = agent.prepare_remote(name, rows(remote.address, stride=STRIDE), "dram")
+        first, index = np.zeros(1, dtype=np.int32), np.arange(2 * COUNT, dtype=np.int32)
+        assert finish(agent, agent.read(ours, first, theirs, first)) == "done"
+        os.kill(remote.process.pid, signal.SIGSTOP)
+        transfer = agent.read(ours, index, theirs, index)
+        assert not agent.release(transfer) and not transfer.released
+        assert (memory == expected([0], STRIDE)).all()
+        os.kill(remote.process.pid, signal.SIGCONT)
+        assert finish(agent, transfer) == "done"
+        assert agent.release(transfer) and transfer.released
+        assert (memory == expected(index.tolist(), STRIDE)).all()
+    finally:
+        remote.kill()
+        agent.close()
+
+
 def test_what_nixl_refuses_is_a_transfer_error(agent: Agent, remote: Remote) -> None:
     memory = np.zeros(2 * STRIDE * COUNT, dtype=np.uint8)
     address = int(memory.ctypes.data)
@@ -204,7 +233,7 @@ def test_a_release_that_nixl_refuses_is_not_taken_for_one(
             raise refusal("still active")
 
     monkeypatch.setattr(agent._native, "release_xfer_handle", refuse)
-    transfer = Transfer(handle="a handle")
+    transfer = Transfer(handle="a handle", state="done")
     assert not agent.release(transfer) and not agent.release(transfer)
     assert not transfer.released
     assert agent.release(transfer) and transfer.released

@@ -89,12 +89,12 @@ def test_a_removed_peer_goes_when_nothing_of_it_is_written_any_more(
 ) -> None:
     bench = make(placement)
     peer = bench.receiver.add_peer(bench.handshake)
-    bench.agent.holds = bench.agent.refuses_release = True
+    bench.agent.holds = True
     bench.start(A, peer)
     bench.receiver.remove_peer(peer)
     assert bench.poll() == [] and len(bench.agent.peers) == 1
-    bench.agent.holds = bench.agent.refuses_release = False
-    assert [failure(o) for o in bench.poll()] == [(A, "peer-removed", blocks_of(A))]
+    bench.agent.holds = False
+    assert [failure(o) for o in bench.run()] == [(A, "peer-removed", blocks_of(A))]
     assert bench.agent.peers == [] and bench.agent.rows == []
     assert bench.queue.converted == []
 

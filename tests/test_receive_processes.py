@@ -1,7 +1,9 @@
-"""The receiver against a prefill in another process: the real thing, and one that is killed."""
+"""The receiver against a prefill in another process: the real thing, one killed, one stopped."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,12 +17,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nixl")
 
-from kvpd import slab_bytes, wire
+from kvpd import PlanError, slab_bytes, wire
 from kvpd.cli.demo.channel import Channel
 from kvpd.cli.demo.decode import DecodeCache
 from kvpd.cli.demo.oracle import compare
-from kvpd.cli.demo.scenario import Scenario
-from kvpd.nixl import Agent, MemoryRange
+from kvpd.cli.demo.scenario import DECODE_POISON, Scenario
+from kvpd.nixl import Agent, MemoryRange, Registration
 from kvpd.receive import Receiver
 from kvpd.request import Failed, Outcome, Ready
 
@@ -36,6 +38,12 @@ class Prefill:
     channel: Channel
     handshake: wire.Handshake
     ids: dict[str, list[int]]
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process answers nothing; other transports read its memory without it."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
 
 
 @pytest.fixture
@@ -55,18 +63,8 @@ def prefill() -> Iterator[Prefill]:
     process.wait()
 
 
-def finish(receiver: Receiver) -> list[Outcome]:
-    outcomes: list[Outcome] = []
-    give_up_at = time.monotonic() + 60
-    while receiver.num_live and time.monotonic() < give_up_at:
-        outcomes += receiver.poll()
-    return outcomes + receiver.poll()
-
-
-@pytest.mark.parametrize("placement", ["in_place", "staged"])
-def test_a_prefill_that_is_killed_between_two_requests(prefill: Prefill, placement: Any) -> None:
+def decoder(placement: Any) -> tuple[DecodeCache, Agent, Registration, Receiver]:
     cache = DecodeCache(SCENARIO)
-    local = SCENARIO.decode_ids()
     agent = Agent.create(f"test-decode-{time.time_ns()}")
     registration = agent.register([MemoryRange.of(r) for r in cache.description.regions])
     receiver = Receiver(
@@ -77,6 +75,21 @@ def test_a_prefill_that_is_killed_between_two_requests(prefill: Prefill, placeme
         placement=placement,
         slab_bytes=slab_bytes(cache.description.regions, num_pages=3),
     )
+    return cache, agent, registration, receiver
+
+
+def finish(receiver: Receiver) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    give_up_at = time.monotonic() + 60
+    while receiver.num_live and time.monotonic() < give_up_at:
+        outcomes += receiver.poll()
+    return outcomes + receiver.poll()
+
+
+@pytest.mark.parametrize("placement", ["in_place", "staged"])
+def test_a_prefill_that_is_killed_between_two_requests(prefill: Prefill, placement: Any) -> None:
+    local = SCENARIO.decode_ids()
+    cache, agent, registration, receiver = decoder(placement)
     peer = receiver.add_peer(prefill.handshake)
     receiver.start(FIRST, peer, local[FIRST], prefill.ids[FIRST])
     (outcome,) = finish(receiver)
@@ -94,6 +107,39 @@ def test_a_prefill_that_is_killed_between_two_requests(prefill: Prefill, placeme
     # What was ready stays right; nothing of the second request was converted.
     comparison = compare(cache.tensor.numpy(), SCENARIO, {FIRST: local[FIRST]})
     assert comparison.holds, comparison.first_wrong
+    receiver.close()
+    agent.deregister(registration)
+    agent.close()
+
+
+@pytest.mark.parametrize("placement", ["in_place", "staged"])
+def test_a_prefill_that_stands_still_keeps_the_blocks_of_a_late_request(
+    over_tcp: None, prefill: Prefill, placement: Any
+) -> None:
+    """Its READ cannot be stopped: given back, the blocks would be written when it goes on."""
+    local = SCENARIO.decode_ids()
+    cache, agent, registration, receiver = decoder(placement)
+    peer = receiver.add_peer(prefill.handshake)
+    receiver.start(FIRST, peer, local[FIRST], prefill.ids[FIRST])
+    assert isinstance(finish(receiver)[0], Ready)
+    os.kill(prefill.process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 0.05
+    receiver.start(SECOND, peer, local[SECOND], prefill.ids[SECOND], deadline=deadline)
+    while time.monotonic() < deadline + 0.2:
+        assert receiver.poll() == []
+    with pytest.raises(PlanError) as caught:
+        receiver.start("next", peer, local[SECOND], prefill.ids[SECOND])
+    assert caught.value.code == "blocks-in-flight"
+
+    os.kill(prefill.process.pid, signal.SIGCONT)
+    (outcome,) = finish(receiver)
+    assert isinstance(outcome, Failed) and outcome.code == "deadline-passed"
+    memory = cache.tensor.numpy()
+    memory[:] = DECODE_POISON  # somebody else's from here on
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        receiver.poll()
+    assert (memory == DECODE_POISON).all()
     receiver.close()
     agent.deregister(registration)
     agent.close()

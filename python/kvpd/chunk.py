@@ -23,7 +23,7 @@ class State(Enum):
         READING -> CONVERTING -> (ended)
            |           |
            v           v
-        DRAINING -> (ended)          DRAINING: failed, but the READ may still write
+        DRAINING -> (ended)          DRAINING: failed, and waits for the READ's own end
     """
 
     READING = auto()

@@ -61,7 +61,8 @@ class Rows:
 
 @dataclass
 class Transfer:
-    """One READ. Memory it may write is reusable only after `Agent.release` returned True.
+    """One READ. It cannot be stopped: what it may write is reusable only after `Agent.release`
+    returned True, which is when it has ended.
 
     Attributes:
         error: why it failed; "" while it has not.
@@ -256,8 +257,14 @@ class Agent:
         return transfer.state
 
     def release(self, transfer: Transfer) -> bool:
-        """Free the handle, cancelling an active READ. False: NIXL could not; ask again later."""
+        """Free the handle of a READ that has ended. False: it has not, or NIXL will not; ask again.
+
+        NIXL takes the handle of an active READ back as well, and UCX goes on writing: nothing
+        would ever tell when it stops.
+        """
         if not transfer.released:
+            if self.poll(transfer) == "active":
+                return False
             try:
                 with self._calling("release"):
                     self._native.release_xfer_handle(transfer.handle)

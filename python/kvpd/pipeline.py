@@ -83,8 +83,6 @@ class Pipeline:
         for chunk in list(request.active):
             if chunk.state is State.READING:
                 self._watch_read(request, chunk)
-            if chunk.state is State.DRAINING and chunk.transfer is not None:
-                self._agent.poll(chunk.transfer)
             if self._is_converted(request, chunk) and self._is_released(chunk):
                 ended.append(chunk)
         request.active = [chunk for chunk in request.active if chunk not in ended]

@@ -2,7 +2,7 @@
 
 Between commands the engine keeps stepping, as a serving loop would: a prefill has to notice
 that its blocks were read. Everything that the test bed replaces is named here: the attention
-backend of the CPU platform, and nothing else.
+backend of the CPU platform; on CPUs, how NIXL's progress thread waits (patience.py).
 """
 
 from __future__ import annotations
