@@ -136,6 +136,8 @@ def test_runs_are_a_sequence() -> None:
         ([1, 2], [3, 3], "duplicate-block"),
         ([-1], [0], "block-id"),
         ([0], [2**31], "block-id"),
+        ([0], [2**63], "block-id"),
+        ([-(2**63) - 1], [0], "block-id"),
     ],
 )
 def test_bad_ids_are_typed_errors(local: list[int], remote: list[int], code: str) -> None:

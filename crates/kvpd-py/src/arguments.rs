@@ -4,7 +4,7 @@ use kvpd::error::Detail;
 use kvpd::runs::Runs;
 use kvpd::{ElementType, Interior, Layout, Memory, Placement, PlanError, ShuffledV};
 use numpy::PyReadonlyArray1;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 
 use crate::errors::CoreError;
@@ -92,11 +92,28 @@ impl<'py> FromPyObject<'_, 'py> for BlockIds<'py> {
         if let Ok(ids) = object.extract() {
             return Ok(Self::Int64(ids));
         }
-        object.extract().map(Self::List).map_err(|_| {
+        let ids: Vec<ListedId> = object.extract().map_err(|_| {
             PyTypeError::new_err(
                 "block ids must be a sequence of ints, or a 1-D int32 or int64 array",
             )
-        })
+        })?;
+        Ok(Self::List(ids.into_iter().map(|id| id.0).collect()))
+    }
+}
+
+/// What does not fit becomes the largest number, which the core refuses as a block id.
+struct ListedId(i64);
+
+impl<'py> FromPyObject<'_, 'py> for ListedId {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match object.extract::<i64>() {
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                Ok(Self(i64::MAX))
+            }
+            id => id.map(Self),
+        }
     }
 }
 
