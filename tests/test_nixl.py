@@ -185,6 +185,7 @@ def test_a_read_that_has_not_ended_is_not_released(monkeypatch: pytest.MonkeyPat
         first, index = np.zeros(1, dtype=np.int32), np.arange(2 * COUNT, dtype=np.int32)
         assert finish(agent, agent.read(ours, first, theirs, first)) == "done"
         os.kill(remote.process.pid, signal.SIGSTOP)
+        os.waitpid(remote.process.pid, os.WUNTRACED)  # until all of its threads stand
         transfer = agent.read(ours, index, theirs, index)
         assert not agent.release(transfer) and not transfer.released
         assert (memory == expected([0], STRIDE)).all()

@@ -123,6 +123,7 @@ def test_a_prefill_that_stands_still_keeps_the_blocks_of_a_late_request(
     receiver.start(FIRST, peer, local[FIRST], prefill.ids[FIRST])
     assert isinstance(finish(receiver)[0], Ready)
     os.kill(prefill.process.pid, signal.SIGSTOP)
+    os.waitpid(prefill.process.pid, os.WUNTRACED)  # until all of its threads stand
     deadline = time.monotonic() + 0.05
     receiver.start(SECOND, peer, local[SECOND], prefill.ids[SECOND], deadline=deadline)
     while time.monotonic() < deadline + 0.2:
