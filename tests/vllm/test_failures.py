@@ -125,6 +125,40 @@ def test_a_failed_read_is_never_converted_and_its_blocks_are_invalid(
     checked_hand_over(pair, batch[1:], expected, PAGES, tmp_path)
 
 
+@pytest.mark.core
+def test_a_prefill_that_leaves_during_a_request(
+    pair: Pair, colocated: Colocated, tmp_path: Path
+) -> None:
+    """The request ends as it should, and the next one shakes hands again."""
+    batch = prompts(2, blocks=3, block_size=BLOCK, seed=8)
+    expected = colocated(SHAPE, BLOCK, batch)
+    (request,) = pair.prefill_only(batch[:1])
+    control(pair.decode, withhold=True)
+    pair.decode.call("submit", requests=[request])
+    until(lambda: bool(evaluate(pair.decode, "result = worker._link.num_live")))
+    # What a mapped peer answers once it withdraws its memory; there is none to map here.
+    evaluate(
+        pair.decode,
+        """
+from kvpd.peer import Peer
+engine.kept = Peer.is_offered
+Peer.is_offered = property(lambda peer: False)
+""",
+    )
+    until_asked_again(pair.decode, "fake.polls")
+    control(pair.decode, withhold=False)
+    done = pair.decode.wait([request["id"]])[request["id"]]
+    assert (done["finish_reason"], done["tokens"]) == ("length", expected[0])
+    evaluate(
+        pair.decode,
+        """
+from kvpd.peer import Peer
+Peer.is_offered = engine.kept
+""",
+    )
+    checked_hand_over(pair, batch[1:], expected[1:], PAGES, tmp_path)
+
+
 def test_a_request_is_not_ready_before_it_is_converted(pair: Pair, tmp_path: Path) -> None:
     """While a conversion runs the request is in flight, for the scheduler and for clean-up."""
     (request,) = pair.prefill_only(prompts(1, blocks=3, block_size=BLOCK, seed=3))

@@ -107,3 +107,33 @@ def test_a_peer_the_receiver_let_go_of_is_forgotten(make: Maker) -> None:
     # Its next request shakes hands again.
     assert link.connect(judgement, bench.handshake.nixl_metadata) is not None
     link.close()
+
+
+def test_peers_may_connect_while_the_engine_looks_who_left(make: Maker) -> None:
+    """Handshakes run on a thread of their own; the engine's looks at every step."""
+    bench, counted = make("in_place"), Counted()
+    link = link_of(bench, counted, page_format_conversion=True)
+
+    class Meanwhile:
+        @property
+        def is_leaving(self) -> bool:
+            link._peers.setdefault("another", self)  # type: ignore[arg-type]
+            return False
+
+    link._peers["first"] = Meanwhile()  # type: ignore[assignment]
+    assert link.disconnected() == []
+    link.close()
+
+
+def test_a_peer_dropped_by_its_handshake_is_let_go_of_by_the_next_poll(make: Maker) -> None:
+    bench, counted = make("in_place"), Counted()
+    link = link_of(bench, counted, page_format_conversion=True)
+    handshake = bench.handshake
+    verdict = negotiate(bench.cache.description, handshake.description, convert=True)
+    assert link.connect(Judgement(verdict, handshake, True), handshake.nixl_metadata) is not None
+    link.drop(handshake.engine_id)
+    assert not link.serves(handshake.engine_id)
+    assert len(bench.agent.peers) == 1, "the handshake's thread releases nothing"
+    link.poll()
+    assert bench.agent.peers == [] and bench.agent.rows == []
+    link.close()

@@ -32,6 +32,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "p_kvpd_shuffled": ("shuffled", kvpd_transfer("kv_producer"), None),
     "d_stock": ("standard", stock_transfer("kv_consumer"), None),
     "d_kvpd": ("standard", kvpd_transfer("kv_consumer"), None),
+    # vLLM repacks whatever reaches a backend of this name from one of another name.
+    "d_kvpd_repacks": ("standard", kvpd_transfer("kv_consumer"), "CPU_ATTN"),
     "d_kvpd_lenient": (
         "standard",
         kvpd_transfer("kv_consumer", enforce_handshake_compat=False),
@@ -142,6 +144,7 @@ def expected(colocated: Colocated, batch: list[list[int]]) -> list[list[int]]:
         pytest.param("p_kvpd", "d_kvpd", marks=pytest.mark.core),
         # Backends may have different names when the pages are equal; stock would refuse.
         ("p_kvpd_other_name", "d_kvpd"),
+        pytest.param("p_kvpd", "d_kvpd_repacks", marks=pytest.mark.core),
         # A tag is skipped by a stock decoder.
         ("p_kvpd", "d_stock"),
         ("p_stock", "d_kvpd"),

@@ -13,22 +13,33 @@ from tests.vllm.model import ModelShape
 from tests.vllm.pair import kvpd_transfer
 
 SHAPE = ModelShape(kv_heads=2, head_dim=64)
+PERMUTES = "enable_permute_local_kv is True; kvpd needs false"
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("backend", "extra", "message"),
     [
-        ({"page_format_conversion": "yes"}, "page_format_conversion is 'yes'; expected true"),
-        ({"slab_bytes": 8191, "page_format_conversion": True}, "give it at least 8192"),
-        # Stock would permute shuffled pages as if they were [H, N, C].
-        ({"enable_permute_local_kv": True}, "enable_permute_local_kv is True; kvpd needs false"),
+        (
+            "shuffled",
+            {"page_format_conversion": "yes"},
+            "page_format_conversion is 'yes'; expected true",
+        ),
+        ("shuffled", {"slab_bytes": 8191, "page_format_conversion": True}, "give it at least 8192"),
+        # Stock would permute shuffled pages as if they were [H, N, C], and once one peer of another
+        # layout was there, the pages of every peer.
+        ("shuffled", {"enable_permute_local_kv": True}, PERMUTES),
+        ("standard", {"enable_permute_local_kv": True}, PERMUTES),
     ],
 )
 def test_refused_at_startup(
-    extra: dict[str, Any], message: str, model_of: Callable[[ModelShape], Path], tmp_path: Path
+    backend: str,
+    extra: dict[str, Any],
+    message: str,
+    model_of: Callable[[ModelShape], Path],
+    tmp_path: Path,
 ) -> None:
     options = EngineOptions(
-        model_of(SHAPE), "shuffled", transfer=kvpd_transfer("kv_consumer", **extra)
+        model_of(SHAPE), backend, transfer=kvpd_transfer("kv_consumer", **extra)
     )
     engine = EngineProcess("decode", options, tmp_path)
     with engine, pytest.raises(EngineError) as caught:

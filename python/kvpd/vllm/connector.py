@@ -12,18 +12,22 @@ from kvpd.vllm.adapter import (
     KvpdWorker,
     NixlBaseConnector,
     NixlPullConnector,
+    check_configuration,
     own_layout,
 )
+from kvpd.vllm.config import ConnectorConfig
 
 
 class KvpdConnector(NixlPullConnector):
     """NIXL pull connector that publishes page formats, judges peers by them, and converts.
 
     Raises:
-        KvpdError: a key of ours has a bad value, or conversion is asked for and cannot be had.
+        KvpdError: a key of ours has a bad value, conversion is asked for and cannot be had, or the
+            engine is configured in a way that kvpd does not serve.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_configuration(vllm_config)
         # Stock's pull constructor would build stock's worker and a second NIXL agent.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_scheduler = None
@@ -38,6 +42,18 @@ class KvpdConnector(NixlPullConnector):
         """Stock's preference, except for backends whose pages are not one plane: their own."""
         stock: str | None = super().get_required_kvcache_layout(vllm_config)
         return stock if stock is None else own_layout(vllm_config) or stock
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """As stock (from 0.33 on), but not with memory of ours, or that others have mapped.
+
+        Asleep, it would be unmapped while NIXL or a decoder still held what was there.
+        """
+        config = ConnectorConfig.of(kv_transfer_config.kv_connector_extra_config)
+        if config.slab_bytes or config.direct_transfer:
+            return False
+        stock = getattr(super(), "supports_sleep_mode", None)
+        return stock is not None and bool(stock(kv_transfer_config))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvpdStats:

@@ -197,7 +197,8 @@ class Link:
         # Asked at every step; only a peer that leaves is ever let go of.
         return [
             engine_id
-            for engine_id, peer in self._peers.items()
+            # A copy: handshakes add peers on another thread.
+            for engine_id, peer in list(self._peers.items())
             if peer.is_leaving and not receiver.is_connected(peer)
         ]
 
@@ -214,6 +215,15 @@ class Link:
     def slab_use(self) -> float | None:
         """Fraction of the slab's slots that are taken; None without a slab."""
         return None if self._receiver is None else self._receiver.slab_use
+
+    def drop(self, engine_id: str) -> None:
+        """Forget a peer that has just been connected; the next `poll` lets go of it.
+
+        For the handshake's thread, where `disconnect` must not be called.
+        """
+        peer = self._peers.pop(engine_id, None)
+        if peer is not None:
+            peer.is_leaving = True
 
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; its live requests fail."""

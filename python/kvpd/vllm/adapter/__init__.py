@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
 )
 
 from kvpd.vllm.adapter.description import own_layout
+from kvpd.vllm.adapter.limits import check_configuration
 from kvpd.vllm.adapter.stats import KvpdPromMetrics, KvpdStats
 from kvpd.vllm.adapter.worker import KvpdScheduler, KvpdWorker
 
@@ -20,5 +21,6 @@ __all__ = [
     "KvpdWorker",
     "NixlBaseConnector",
     "NixlPullConnector",
+    "check_configuration",
     "own_layout",
 ]

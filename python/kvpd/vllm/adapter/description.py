@@ -32,9 +32,10 @@ _IN_TREE = "vllm."
 
 
 def own_layout(vllm_config: Any) -> str | None:
-    """The layout that the model's attention backend prefers, where its pages have several planes.
+    """The layout for the model's attention backend, where its pages have several planes.
 
-    None for one-plane pages: stock's own preference is right for those.
+    LHBNC where the backend has it, which holds a page in one piece; vLLM 0.30 and 0.31 list it
+    second. None for one-plane pages: stock's own preference is right for those.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for backend in get_current_attn_backends(vllm_config):
@@ -51,9 +52,9 @@ def own_layout(vllm_config: Any) -> str | None:
             num_head_slots=2 if _is_shuffled(backend) else None,
         )
         declared = declared_format(cache, backend)
-        layouts = backend.supported_kv_cache_layouts()
+        layouts = [str(layout.name) for layout in backend.supported_kv_cache_layouts()]
         if declared is not None and len(declared.plane_bytes) > 1 and layouts:
-            return str(layouts[0].name)
+            return "LHBNC" if "LHBNC" in layouts else layouts[0]
     return None
 
 

@@ -41,9 +41,8 @@ class KvpdStats(NixlKVConnectorStats):
 
     def reset(self) -> None:
         """Empty all lists."""
-        super().reset()
-        for name in _LISTS:
-            self.data[name] = []
+        # In one assignment: handshakes count on another thread, and must find every list.
+        self.data = NixlKVConnectorStats().data | {name: [] for name in _LISTS}
 
     def record_ready(self, ready: Ready) -> None:
         """A request's pages are there; stock's own lists count the transfer too."""

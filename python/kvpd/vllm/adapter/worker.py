@@ -32,6 +32,7 @@ from kvpd.vllm.adapter.handshake import (
     attach_tag,
     received_digest,
 )
+from kvpd.vllm.adapter.limits import config_error
 from kvpd.vllm.adapter.stats import KvpdStats
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.converters import register_converters
@@ -50,6 +51,9 @@ class KvpdScheduler(NixlPullConnectorScheduler):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """As stock, with ``remote_blocks_expiry_time`` filled in."""
         delayed, params = super().request_finished(request, block_ids)
+        if self.is_bidirectional_kv_xfer_enabled:
+            # There stock reads it as a date that heartbeats do not move, and declines live leases.
+            return delayed, params
         if params is not None and params.get("remote_blocks_expiry_time") is None:
             # In this process's clock, like the deadlines stock publishes in the other direction;
             # a reader corrects it by the offset that the handshake measured.
@@ -82,12 +86,9 @@ class KvpdWorker(NixlPullConnectorWorker):
         super().register_kv_caches(kv_caches)
         if self.use_host_buffer:
             # What peers would read are copies whose layout nobody declares.
-            raise _config_error("kv_buffer_device", "cpu", "the device of the cache")
+            raise config_error("kv_buffer_device", "cpu", "the device of the cache")
         description = describe(self, kv_caches)
         takes_stock = negotiate(description, None).kind != "refuse"
-        if not takes_stock and self.kv_transfer_config.enable_permute_local_kv:
-            # Stock would permute pages that are not [H, N, C] as if they were.
-            raise _config_error("enable_permute_local_kv", True, "false with these pages")
         if description.format is not None:
             # Also where conversion is off: then the refusal says that turning it on would help.
             register_converters(self.attn_backends, description.format)
@@ -138,16 +139,19 @@ class KvpdWorker(NixlPullConnectorWorker):
         peer = link.connect(judgement, meta.agent_metadata)
         if peer is None:
             if judgement.handshake is not None:
-                # Equal bytes are proved; stock would only compare the layouts' names.
+                # Equal bytes are proved; stock would only compare the names of layouts and
+                # backends, and where they differ repack what every peer sends from then on.
                 meta.kv_cache_layout = self.kv_cache_layout
+                meta.attn_backend_name = self.backend_name
             return str(
                 super().add_remote_agent(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
             )
         try:
             self._note_own_peer(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
         except BaseException:
-            # Else every later handshake would find the peer connected already.
-            link.disconnect(engine_id)
+            # Else every later handshake would find the peer connected already. This may be the
+            # handshake's thread, which must not release what the engine's thread polls.
+            link.drop(engine_id)
             raise
         # Stock looks a handle up before every read; `_read_blocks` below never uses it.
         self.dst_xfer_side_handles[engine_id][remote_tp_rank] = 0
@@ -235,11 +239,12 @@ class KvpdWorker(NixlPullConnectorWorker):
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         """As stock, but a converted request is in flight until the link has its outcome."""
         link = self._linked()
-        outcomes = link.poll()
+        # Before this step's outcomes: stock still looks up the engine of a request that is done.
         for engine_id in link.disconnected():
             # One whose handshake has not ended yet comes up again.
             if engine_id in self._remote_agents:
                 self._cleanup_remote_engine(engine_id, log_eviction=False)
+        outcomes = link.poll()
         held = {name: transfers.pop(name) for name in list(transfers) if link.is_live(name)}
         done, failed = super()._pop_done_transfers(transfers)
         transfers.update(held)
@@ -301,7 +306,8 @@ class KvpdWorker(NixlPullConnectorWorker):
         link = getattr(self, "_link", None)
         if link is not None:
             try:
-                for engine_id in [e for e in self._remote_agents if link.serves(e)]:
+                # A copy: handshakes may still end.
+                for engine_id in [e for e in list(self._remote_agents) if link.serves(e)]:
                     self._cleanup_remote_engine(engine_id, log_eviction=False)
                 link.close()
             except KvpdError as error:
@@ -359,13 +365,3 @@ class SentNotices:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
-
-
-def _config_error(field: str, got: object, expected: str) -> KvpdError:
-    return KvpdError(
-        f"{field} is {got!r}; kvpd needs {expected}",
-        code="invalid-config",
-        field=field,
-        got=got,
-        expected=expected,
-    )
