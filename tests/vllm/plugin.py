@@ -13,8 +13,8 @@ def register() -> None:
     """Override the CPU platform's backend; an override of that member is honoured."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from tests.patience import let_nixl_wait
     from tests.vllm.backends import BACKENDS
-    from tests.vllm.patience import let_nixl_wait
 
     let_nixl_wait()
     backend = BACKENDS[os.environ["KVPD_TEST_BACKEND"]]

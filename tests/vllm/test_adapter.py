@@ -92,7 +92,7 @@ def test_shuffled_pages_lie_in_one_piece_however_their_backend_lists_layouts(
         source=f"""
 from kvpd.vllm.adapter import description
 from kvpd.vllm.formats import AITER_FA
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_layout import KVCacheLayout
 class Backend:
     full_cls_name = staticmethod(lambda: tuple(AITER_FA.rsplit(".", 1)))
     supported_kv_cache_layouts = staticmethod(lambda: [KVCacheLayout[n] for n in {listed!r}])

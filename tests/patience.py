@@ -1,8 +1,9 @@
 """NIXL's progress thread, made to wait for events.
 
 NIXL's Python tells that thread never to sleep: an agent takes a whole core while nothing is
-transferred. A server has that core to give. Here two engines and a test share two cores, and a
-handshake, for which vLLM waits five seconds, can go unanswered for that long.
+transferred. A server has that core to give. Here engines, and agents that were not collected yet,
+share two cores with each other and the tests; a handshake, for which vLLM waits five seconds, has
+gone unanswered for that long.
 """
 
 from __future__ import annotations
