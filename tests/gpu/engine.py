@@ -43,7 +43,7 @@ class TimedEngine(bed.Engine):
     """Notes when requests are loaded and reported, and when tokens come out."""
 
     # A wait between two steps would be part of every token's latency.
-    busy_wait_seconds = 0.0
+    busy_wait_seconds = poll_wait_seconds = 0.0
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.device: str = options["switches"]["device"]

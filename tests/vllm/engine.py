@@ -22,8 +22,11 @@ import torch
 class Engine:
     """An in-process vLLM engine and the raw bytes of its cache."""
 
-    # How long a command is waited for between two steps.
+    # How long a command is waited for after a step that gave tokens, after one that did not (its
+    # requests wait for other threads, which need a core and this interpreter), and while idle.
     busy_wait_seconds = 0.0005
+    poll_wait_seconds = 0.01
+    idle_wait_seconds = 0.02
 
     def __init__(self, options: dict[str, Any]) -> None:
         chosen = self.choose_backend(options)
@@ -218,10 +221,12 @@ class Engine:
         exec(source, scope)
         return scope["result"]
 
-    def step(self) -> None:
+    def step(self) -> bool:
+        """Whether there were tokens."""
         if not (self.scheduler.has_requests() or self.engine.has_unfinished_requests()):
-            return
-        for output in self.engine.step():
+            return False
+        outputs = self.engine.step()
+        for output in outputs:
             entry = self.outputs.setdefault(output.request_id, {"tokens": [], "finished": False})
             entry["tokens"] = list(output.outputs[0].token_ids)
             entry["finished"] = output.finished
@@ -231,6 +236,7 @@ class Engine:
             if output.finished:
                 entry["num_cached_tokens"] = output.num_cached_tokens
         self._note_received()
+        return bool(outputs)
 
     def _note_received(self) -> None:
         for internal in self.scheduler.finished_recving_kv_req_ids:
@@ -250,10 +256,13 @@ class Engine:
 
 
 def serve(engine: Engine, commands: TextIO, replies: TextIO) -> None:
-    buffer = ""
+    buffer, has_tokens = "", False
     while True:
-        busy = engine.scheduler.has_requests()
-        ready, _, _ = select.select([commands], [], [], engine.busy_wait_seconds if busy else 0.02)
+        if not engine.scheduler.has_requests():
+            wait_seconds = engine.idle_wait_seconds
+        else:
+            wait_seconds = engine.busy_wait_seconds if has_tokens else engine.poll_wait_seconds
+        ready, _, _ = select.select([commands], [], [], wait_seconds)
         if ready:
             chunk = os.read(commands.fileno(), 1 << 20).decode()
             if not chunk:
@@ -271,7 +280,7 @@ def serve(engine: Engine, commands: TextIO, replies: TextIO) -> None:
                 except Exception:
                     reply(replies, {"error": traceback.format_exc()})
         try:
-            engine.step()
+            has_tokens = engine.step()
         except Exception:
             reply(replies, {"fatal": traceback.format_exc()})
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,22 @@ def decoder(
         yield server
 
 
+def answer(decoder: Server, request: dict[str, Any]) -> tuple[list[int], int]:
+    """Its tokens, and how many handshakes timed out before."""
+    for num_timeouts in range(HANDSHAKES):
+        begin = len(decoder.log)
+        try:
+            found = decoder.generate(
+                request["prompt"], DECODE_TOKENS, request["kv_transfer_params"]
+            )
+        except EngineError:
+            if "zmq.error.Again" not in decoder.log[begin:]:
+                raise
+        else:
+            return found["choices"][0]["token_ids"], num_timeouts
+    raise EngineError(f"no handshake in {HANDSHAKES} attempts\n{decoder.log[-6000:]}")
+
+
 def test_metrics_of_a_real_server(
     decoder: Server,
     model_of: Callable[[ModelShape], Path],
@@ -49,11 +66,8 @@ def test_metrics_of_a_real_server(
         assert before[f"vllm:kvpd_{name}"] == 0
     options = EngineOptions(model_of(SHAPE), "standard", transfer=kvpd_transfer("kv_producer"))
     with EngineProcess("prefill", options, tmp_path) as engine:
-        tokens = [
-            decoder.generate(request["prompt"], DECODE_TOKENS, request["kv_transfer_params"])
-            for request in prefill(engine, batch)
-        ]
-    assert [answer["choices"][0]["token_ids"] for answer in tokens] == expected
+        answers = [answer(decoder, request) for request in prefill(engine, batch)]
+    assert [tokens for tokens, _ in answers] == expected
     after = decoder.metrics_with("vllm:kvpd_convert_seconds_count", 2)
     assert after["vllm:kvpd_pages_converted_total"] == 8
     assert after["vllm:kvpd_bytes_converted_total"] == 8 * PAGE_BYTES * LAYERS
@@ -64,7 +78,7 @@ def test_metrics_of_a_real_server(
     # Stock's own count of the same reads.
     assert after["vllm:nixl_bytes_transferred_count"] == 2
     assert after["vllm:nixl_bytes_transferred_sum"] == 8 * PAGE_BYTES * LAYERS
-    assert after["vllm:nixl_num_failed_transfers_total"] == 0
+    assert after["vllm:nixl_num_failed_transfers_total"] == sum(n for _, n in answers)
     assert not [name for name in after if name.startswith("vllm:kvpd_refusals_total ")]
 
 
