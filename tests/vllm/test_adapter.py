@@ -76,7 +76,7 @@ Watched().clone_and_reset()
     )
     assert len(assigned) > 1
     for lists in assigned[1:]:
-        assert {"kvpd_refusals", "kvpd_untagged_peers", "num_failed_handshakes"} <= set(lists)
+        assert {"kvpd_refusals", "kvpd_untagged_peers", "num_failed_transfers"} <= set(lists)
 
 
 @pytest.mark.parametrize(
