@@ -68,8 +68,8 @@ def test_a_request_that_ends_between_its_chunks(make: Maker, how: str) -> None:
     """No raw page is in the cache, no further chunk begins, no slot stays taken, no notice."""
     bench = make("staged", slab_pages=1)
     peer = bench.receiver.add_peer(bench.handshake)
+    bench.queue.holds = True  # before the start: a tiny READ can be done, and converted, within it
     bench.start(A, peer)
-    bench.queue.holds = True
     bench.until(lambda: len(bench.queue.converted) == 1)
     if how == "abort":
         bench.receiver.abort(A)

@@ -113,8 +113,10 @@ def test_a_device_error_gives_the_slab_up_for_good(make: Maker) -> None:
     bench = make("staged")
     peer = bench.receiver.add_peer(bench.handshake)
     bench.queue.breaks = ConversionError("illegal address", code="device")
+    bench.agent.holds = True  # nothing is converted, and the peer stays, until both have started
     bench.start(A, peer)
     bench.start(B, peer)
+    bench.agent.holds = False
     outcomes = bench.run()
     assert [failure(o)[:2] for o in outcomes] == [
         (A, "conversion-failed"),
