@@ -1,9 +1,8 @@
-"""NIXL's progress thread, made to wait for events.
+"""What a server has cores for, on the few that engines here share with each other and the tests.
 
-NIXL's Python tells that thread never to sleep: an agent takes a whole core while nothing is
-transferred. A server has that core to give. Here engines, and agents that were not collected yet,
-share two cores with each other and the tests; a handshake, for which vLLM waits five seconds, has
-gone unanswered for that long.
+NIXL's Python tells its progress thread never to sleep: an agent takes a whole core while nothing is
+transferred, and one that was not collected yet goes on. A handshake, for which vLLM waits five
+seconds, has gone unanswered for that long.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 PROGRESS_DELAY_MICROSECONDS = 1000
+VLLM_HANDSHAKE_MILLISECONDS = 5_000
+HANDSHAKE_MILLISECONDS = 20_000
 
 
 def let_nixl_wait() -> None:
@@ -26,3 +27,18 @@ def let_nixl_wait() -> None:
             super().__setattr__(name, PROGRESS_DELAY_MICROSECONDS if name == "pthrDelay" else value)
 
     nixlBind.nixlAgentConfig = PatientConfig
+
+
+def let_handshakes_wait() -> None:
+    """vLLM's decoder waits longer for a prefill's answer than the time it has fixed."""
+    import zmq
+
+    native = zmq.Socket.setsockopt
+    if native.__module__ == __name__:
+        return
+
+    def patient(socket: zmq.Socket[bytes], option: int, value: Any) -> None:
+        is_handshake = (option, value) == (zmq.RCVTIMEO, VLLM_HANDSHAKE_MILLISECONDS)
+        native(socket, option, HANDSHAKE_MILLISECONDS if is_handshake else value)
+
+    zmq.Socket.setsockopt = patient  # type: ignore[method-assign,assignment,unused-ignore]

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,9 @@ def prefill() -> Iterator[Prefill]:
     process.wait()
 
 
-def decoder(placement: Any) -> tuple[DecodeCache, Agent, Registration, Receiver]:
+def decoder(
+    placement: Any, clock: Callable[[], float] = time.monotonic
+) -> tuple[DecodeCache, Agent, Registration, Receiver]:
     cache = DecodeCache(SCENARIO)
     agent = Agent.create(f"test-decode-{time.time_ns()}")
     registration = agent.register([MemoryRange.of(r) for r in cache.description.regions])
@@ -74,6 +76,7 @@ def decoder(placement: Any) -> tuple[DecodeCache, Agent, Registration, Receiver]
         convert=True,
         placement=placement,
         slab_bytes=slab_bytes(cache.description.regions, num_pages=3),
+        clock=clock,
     )
     return cache, agent, registration, receiver
 
@@ -117,17 +120,18 @@ def test_a_prefill_that_stands_still_keeps_the_blocks_of_a_late_request(
     over_tcp: None, prefill: Prefill, placement: Any
 ) -> None:
     """Its READ cannot be stopped: given back, the blocks would be written when it goes on."""
-    local = SCENARIO.decode_ids()
-    cache, agent, registration, receiver = decoder(placement)
+    local, now = SCENARIO.decode_ids(), [0.0]
+    cache, agent, registration, receiver = decoder(placement, lambda: now[0])
     peer = receiver.add_peer(prefill.handshake)
     receiver.start(FIRST, peer, local[FIRST], prefill.ids[FIRST])
     assert isinstance(finish(receiver)[0], Ready)
     os.kill(prefill.process.pid, signal.SIGSTOP)
     os.waitpid(prefill.process.pid, os.WUNTRACED)  # until all of its threads stand
-    deadline = time.monotonic() + 0.05
-    receiver.start(SECOND, peer, local[SECOND], prefill.ids[SECOND], deadline=deadline)
-    while time.monotonic() < deadline + 0.2:
+    receiver.start(SECOND, peer, local[SECOND], prefill.ids[SECOND], deadline=1.0)
+    now[0] = 2.0
+    for _ in range(100):
         assert receiver.poll() == []
+        time.sleep(0.002)
     with pytest.raises(PlanError) as caught:
         receiver.start("next", peer, local[SECOND], prefill.ids[SECOND])
     assert caught.value.code == "blocks-in-flight"

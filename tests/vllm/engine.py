@@ -2,7 +2,7 @@
 
 Between commands the engine keeps stepping, as a serving loop would: a prefill has to notice
 that its blocks were read. Everything that the test bed replaces is named here: the attention
-backend of the CPU platform; on CPUs, how NIXL's progress thread waits (tests/patience.py).
+backend of the CPU platform; on CPUs, how long NIXL and vLLM wait for others (tests/patience.py).
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ class Engine:
         """Register the attention backend; the arguments of `LLM` that select it."""
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        from tests.patience import let_nixl_wait
+        from tests.patience import let_handshakes_wait, let_nixl_wait
         from tests.vllm import backends
 
         let_nixl_wait()
+        let_handshakes_wait()
         backend = backends.BACKENDS[options["backend"]]
         if options.get("backend_name"):
             backend.name = options["backend_name"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,9 +20,6 @@ from tests.vllm.server import Server, cpu_server
 SHAPE = ModelShape(kv_heads=2, head_dim=64)
 BLOCK = 16
 pytestmark = pytest.mark.core
-# vLLM waits five seconds for a handshake; where a loaded machine needs longer, the next request
-# asks again.
-HANDSHAKES = 5
 PAGE_BYTES = 2 * SHAPE.kv_heads * BLOCK * SHAPE.head_dim * 2
 
 
@@ -35,22 +31,6 @@ def decoder(
     options = EngineOptions(model_of(SHAPE), "shuffled", transfer=transfer)
     with cpu_server("decode", options, tmp_path_factory.mktemp("server")) as server:
         yield server
-
-
-def answer(decoder: Server, request: dict[str, Any]) -> tuple[list[int], int]:
-    """Its tokens, and how many handshakes timed out before."""
-    for num_timeouts in range(HANDSHAKES):
-        begin = len(decoder.log)
-        try:
-            found = decoder.generate(
-                request["prompt"], DECODE_TOKENS, request["kv_transfer_params"]
-            )
-        except EngineError:
-            if "zmq.error.Again" not in decoder.log[begin:]:
-                raise
-        else:
-            return found["choices"][0]["token_ids"], num_timeouts
-    raise EngineError(f"no handshake in {HANDSHAKES} attempts\n{decoder.log[-6000:]}")
 
 
 def test_metrics_of_a_real_server(
@@ -66,8 +46,11 @@ def test_metrics_of_a_real_server(
         assert before[f"vllm:kvpd_{name}"] == 0
     options = EngineOptions(model_of(SHAPE), "standard", transfer=kvpd_transfer("kv_producer"))
     with EngineProcess("prefill", options, tmp_path) as engine:
-        answers = [answer(decoder, request) for request in prefill(engine, batch)]
-    assert [tokens for tokens, _ in answers] == expected
+        answers = [
+            decoder.generate(request["prompt"], DECODE_TOKENS, request["kv_transfer_params"])
+            for request in prefill(engine, batch)
+        ]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
     after = decoder.metrics_with("vllm:kvpd_convert_seconds_count", 2)
     assert after["vllm:kvpd_pages_converted_total"] == 8
     assert after["vllm:kvpd_bytes_converted_total"] == 8 * PAGE_BYTES * LAYERS
@@ -78,7 +61,7 @@ def test_metrics_of_a_real_server(
     # Stock's own count of the same reads.
     assert after["vllm:nixl_bytes_transferred_count"] == 2
     assert after["vllm:nixl_bytes_transferred_sum"] == 8 * PAGE_BYTES * LAYERS
-    assert after["vllm:nixl_num_failed_transfers_total"] == sum(n for _, n in answers)
+    assert after["vllm:nixl_num_failed_transfers_total"] == 0
     assert not [name for name in after if name.startswith("vllm:kvpd_refusals_total ")]
 
 
@@ -90,12 +73,9 @@ def test_refusals_show_with_their_reason(
     with EngineProcess("stock", options, tmp_path) as stock:
         (request,) = prefill(stock, prompts(1, blocks=3, block_size=BLOCK, seed=102))
         converted = decoder.metrics()["vllm:kvpd_pages_converted_total"]
-        for _ in range(HANDSHAKES):
-            with pytest.raises(EngineError) as caught:
-                decoder.generate(request["prompt"], DECODE_TOKENS, request["kv_transfer_params"])
-            assert "HTTP Error 500" in str(caught.value)
-            if "is refused" in decoder.log:
-                break
+        with pytest.raises(EngineError) as caught:
+            decoder.generate(request["prompt"], DECODE_TOKENS, request["kv_transfer_params"])
+        assert "HTTP Error 500" in str(caught.value)
     refused = "vllm:kvpd_refusals_total reason=untagged-peer"
     after = decoder.metrics_with(refused, 1)
     assert after.get(refused) == 1, decoder.log[-6000:]
