@@ -24,8 +24,18 @@ if TYPE_CHECKING:
     import torch
 
 SHARED = Path("/dev/shm")
-PREFIX = "kvpd-fake-"
 UUIDS = tuple(f"GPU-00000000-0000-4000-8000-{number:012x}" for number in range(3))
+
+
+def prefix(pid: int) -> str:
+    """Begins the names of a process's files."""
+    return f"kvpd-fake-{pid}-"
+
+
+def remove_left_by(pid: int) -> None:
+    """The files of a process that ended without `FakeDriver.free`."""
+    for left in SHARED.glob(f"{prefix(pid)}*"):
+        left.unlink()
 
 
 @dataclass
@@ -42,7 +52,7 @@ class FakeDriver:
 
     def allocate(self, num_bytes: int) -> Extent:
         """Shared memory of this process."""
-        name = PREFIX + secrets.token_hex(12)
+        name = f"{prefix(os.getpid())}{secrets.token_hex(12)}"
         with open(SHARED / name, "xb+") as file:
             file.truncate(num_bytes)
             extent = self._map(file.fileno(), num_bytes)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvpd import EngineDescription, PageFormat, Region, wire
 from kvpd.direct import Exporter
 from tests.convert.slot_writer import random_tokens, write_page
-from tests.direct.fake_driver import FakeDriver
+from tests.direct.fake_driver import FakeDriver, remove_left_by
 from tests.engine_builder import facts
 from tests.oracle.pages import Spec
 
@@ -169,6 +169,7 @@ def running(shape: Any, module: str = __name__, **environment: str) -> Iterator[
             process.kill()
         process.stdout.close()
         process.wait()
+        remove_left_by(process.pid)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from kvpd.direct import mapping as direct_mapping
 from kvpd.nixl import Agent, MemoryRange
 from kvpd.receive import Receiver
 from tests.direct.decoder import Decoder, FakeGpuAgent, Maker, standard_cache
-from tests.direct.fake_driver import PREFIX, SHARED, FakeDriver
+from tests.direct.fake_driver import FakeDriver
 from tests.direct.prefill import Prefill, running
 from tests.fake_agent import FakeHoldingQueue
 from tests.receive_bench import SCENARIO
@@ -25,8 +25,6 @@ def shared_prefill() -> Iterator[Prefill]:
     """For all tests that leave it as it was: it takes seconds to start."""
     with running(SCENARIO, "tests.direct.nixl_prefill") as process:
         yield process
-    for left in SHARED.glob(PREFIX + "*"):
-        left.unlink()
 
 
 @pytest.fixture

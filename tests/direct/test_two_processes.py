@@ -19,7 +19,7 @@ from kvpd.direct import DirectError, Mapping, map_peer
 from tests.convert import interpreter  # noqa: F401 - before anything imports the kernels
 from tests.convert.caches import Cache, make_cache, page_format
 from tests.convert.slot_writer import write_page
-from tests.direct.fake_driver import PREFIX, SHARED, UUIDS, FakeDriver
+from tests.direct.fake_driver import UUIDS, FakeDriver
 from tests.direct.prefill import STANDARD, Prefill, Shape, running
 from tests.oracle.pages import Spec
 
@@ -32,8 +32,6 @@ def prefill() -> Iterator[Prefill]:
     with running(SHAPE) as process:
         yield process
         process.kill()
-    for left in SHARED.glob(PREFIX + "*"):
-        left.unlink()
 
 
 def map_it(prefill: Prefill, driver: FakeDriver | None = None, **changes: Any) -> Mapping:
