@@ -149,7 +149,7 @@ NARROW: dict[str, Any] = {"heads": 4, "tokens": 16, "head_dim": 4, "dtype": "bfl
 
 @pytest.mark.parametrize(("memory", "refused"), [("vram", True), ("dram", False)])
 def test_kernels_that_will_not_take_the_shape(memory: Any, refused: bool) -> None:
-    """Rows of 8 bytes, which 16-byte vectors cannot reach. On the CPU plain torch converts them."""
+    """Rows of 8 bytes, which 16-byte vectors cannot reach; the core has no vectors."""
     verdict: Any = SimpleNamespace(
         source=PageFormat.standard(**NARROW), target=PageFormat.split_kv(**NARROW)
     )

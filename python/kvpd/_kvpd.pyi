@@ -25,6 +25,7 @@ __all__ = [
     "EngineFacts",
     "LinkModel",
     "PageFormat",
+    "Permutation",
     "PlaneSpan",
     "Planner",
     "Reason",
@@ -429,6 +430,34 @@ def runs(
     Raises `PlanError` when lengths differ, an id is negative or above 2**31-1, or an id occurs
     twice on one side; `TypeError` for anything but integers.
     """
+
+@final
+class Permutation:
+    """Pages of `source` become pages of `target`, on the host.
+
+    Raises `ConversionError` unless both formats hold the same tensors.
+    """
+
+    def __new__(cls, source: PageFormat, target: PageFormat) -> Permutation: ...
+    def convert(
+        self,
+        source: list[NDArray[np.uint8]] | None,
+        target: list[NDArray[np.uint8]],
+        source_ids: NDArray[np.int64],
+        target_ids: NDArray[np.int64],
+    ) -> None:
+        """Convert page ``source_ids[i]`` of one layer into page ``target_ids[i]``, for every i.
+
+        Args:
+            source: pieces [num_blocks, piece_bytes] of which pages are made, in page order; None
+                where the pages lie in `target`.
+            target: pieces likewise. Padding is left alone.
+            source_ids: [pages].
+            target_ids: [pages].
+
+        Raises `ConversionError` at the first page that an array does not have or whose bytes do not
+        lie side by side; those before it are converted.
+        """
 
 @final
 class DescriptorRows:

@@ -9,6 +9,7 @@ import torch
 
 from kvpd import ConversionError, PageFormat
 from kvpd.convert import Conversion, Pages, convert_pages
+from kvpd.convert.host import HostConversion
 from kvpd.convert.reference import ReferenceConversion
 from tests.convert.cases import Case, check, pair, set_up
 from tests.convert.interpreter import TritonConversion, launch
@@ -18,7 +19,7 @@ SHAPE: dict[str, Any] = {"heads": 2, "tokens": 16, "head_dim": 64, "dtype": "bfl
 STANDARD = PageFormat.standard(**SHAPE)
 SHUFFLED = PageFormat.aiter_shuffle(**SHAPE)
 PAGE = STANDARD.page_bytes
-BOTH = pytest.mark.parametrize("kind", [ReferenceConversion, TritonConversion])
+ALL = pytest.mark.parametrize("kind", [HostConversion, ReferenceConversion, TritonConversion])
 
 
 def pages_at(
@@ -41,7 +42,7 @@ def ids(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "source_ids, target_ids, code",
     [
@@ -66,7 +67,7 @@ def test_ids(
     assert caught.value.code == code
 
 
-@BOTH
+@ALL
 def test_in_place_takes_one_id_tensor(kind: type[Conversion]) -> None:
     target = pages_at(fresh(), SHUFFLED)
     conversion = kind(target.seen_as(STANDARD), target)
@@ -76,14 +77,14 @@ def test_in_place_takes_one_id_tensor(kind: type[Conversion]) -> None:
     assert caught.value.code == "in-place-ids"
 
 
-@BOTH
+@ALL
 def test_no_ids_is_no_work(kind: type[Conversion]) -> None:
     memory = fresh()
     kind(pages_at(fresh(), STANDARD), pages_at(memory, SHUFFLED))(ids(), ids())
     assert not memory.any()
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("offset", [PAGE, PAGE // 2, 16])
 def test_partly_shared_memory(kind: type[Conversion], offset: int) -> None:
     """Neither in place nor apart: some page would be overwritten before it is read."""
@@ -93,7 +94,7 @@ def test_partly_shared_memory(kind: type[Conversion], offset: int) -> None:
     assert caught.value.code == "pages-overlap"
 
 
-@BOTH
+@ALL
 def test_target_layers_that_share_bytes(kind: type[Conversion]) -> None:
     memory = fresh()
     one = pages_at(memory, SHUFFLED).layers[0]
@@ -104,7 +105,7 @@ def test_target_layers_that_share_bytes(kind: type[Conversion]) -> None:
     assert caught.value.code == "pages-overlap"
 
 
-@BOTH
+@ALL
 def test_interleaved_memory_is_not_shared_memory(kind: type[Conversion]) -> None:
     """Slab and cache side by side in every block: ranges meet, bytes do not."""
     memory = fresh()
@@ -113,7 +114,7 @@ def test_interleaved_memory_is_not_shared_memory(kind: type[Conversion]) -> None
     kind(source, target)(ids(2), ids(0))
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("field", ["device", "num_layers"])
 def test_unlike_sides(kind: type[Conversion], field: str) -> None:
     source = pages_at(fresh(), STANDARD)
@@ -146,15 +147,16 @@ def pieces_at(format: PageFormat, *lengths: int) -> Pages:
     ],
 )
 def test_memory_the_kernels_cannot_reach(target: Pages, code: str) -> None:
-    """Refused by the kernels; the reference converts the same memory."""
+    """Refused by the kernels; the others convert the same memory."""
     source = Pages(STANDARD, pieces_at(STANDARD, PAGE).layers * target.num_layers)
     with pytest.raises(ConversionError) as caught:
         TritonConversion(source, target)
     assert caught.value.code == code
-    ReferenceConversion(source, target)(ids(0), ids(1))
+    for kind in (HostConversion, ReferenceConversion):
+        kind(source, target)(ids(0), ids(1))
 
 
-@BOTH
+@ALL
 def test_all_groups_converted(kind: type[Conversion]) -> None:
     """Blocks in groups ([1, 2], [9]): 1, 2 and 9 once each, and no other byte."""
     specs = pair(2, 16, 64, "bfloat16", "tiled", reverse=False)
@@ -175,7 +177,7 @@ def test_all_groups_converted(kind: type[Conversion]) -> None:
     assert cache.differing().size == 0 and not torch.equal(before, cache.memory)
 
 
-@BOTH
+@ALL
 def test_wrote_into_the_storage_and_not_into_a_temporary(kind: type[Conversion]) -> None:
     """One block; the storage behind a reshaped cache tensor is what changes."""
     storage = torch.arange(2 * PAGE, dtype=torch.int32).to(torch.uint8)
@@ -187,7 +189,7 @@ def test_wrote_into_the_storage_and_not_into_a_temporary(kind: type[Conversion])
     assert not torch.equal(storage[PAGE:], before[PAGE:])
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("gap_bytes", [0, 2 * 4096])
 def test_real_stride_wins(kind: type[Conversion], gap_bytes: int) -> None:
     """H=2 N=16 D=128, planes dense (4096 elements) and with the stride of 8192 elements."""

@@ -1,4 +1,4 @@
-"""Equal formats out of place: a plain gather, held alike or not, in kernels and in the reference.
+"""Equal formats out of place: a plain gather, held alike or not, by all implementations.
 
 The standard and split formats have an interior of their own here, so that a conversion which
 permutes by mistake, or takes the K plane for the V plane, cannot come out right.
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvpd.convert import DIRECT, Conversion, Pages, prepare
+from kvpd.convert.host import HostConversion
 from kvpd.convert.reference import ReferenceConversion
 from tests.convert.caches import Holding, make_cache, page_format
 from tests.convert.interpreter import TritonConversion
@@ -23,6 +24,7 @@ from tests.oracle.pages import Spec
 Build = Callable[[Pages, Pages], Conversion]
 
 BUILDS: dict[str, Build] = {
+    "host": HostConversion,
     "reference": ReferenceConversion,
     "kernel": TritonConversion,
     "kernel-direct": lambda source, target: TritonConversion(source, target, DIRECT),

@@ -12,14 +12,14 @@ import torch
 
 from kvpd import ConversionError
 from kvpd.convert import Completion, ConversionQueue, stream
-from kvpd.convert.reference import ReferenceConversion
+from kvpd.convert.host import HostConversion
 from tests.convert.cases import Case, SetUp, pair, set_up
 
 
-def conversion_of(in_place: bool) -> tuple[ReferenceConversion, SetUp]:
+def conversion_of(in_place: bool) -> tuple[HostConversion, SetUp]:
     specs = pair(2, 16, 64, "bfloat16", "tiled", reverse=False)
     setup = set_up(Case(*specs, in_place, "planes", 0, torch.int32))
-    return ReferenceConversion(setup.source, setup.target.pages), setup
+    return HostConversion(setup.source, setup.target.pages), setup
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -16,7 +16,7 @@ import torch
 
 from kvpd import MissingDependencyError
 from kvpd.cli.convert_bench.writer import load_kernel, write_tokens, writer_source
-from kvpd.convert import Pages, prepare
+from kvpd.convert.host import HostConversion
 from kvpd.convert.reference import ReferenceConversion
 from tests.convert.caches import make_cache, page_format
 from tests.convert.interpreter import TritonConversion, interpreting
@@ -28,7 +28,7 @@ VLLM = WRITERS / "vllm" / "v1" / "attention" / "backends" / "rocm_aiter_fa.py"
 AITER = Path("aiter") / "ops" / "triton" / "_triton_kernels" / "fused_kv_cache.py"
 NUM_BLOCKS, NUM_PAGES = 6, 4
 SHAPES = [(2, 16, 64, "bfloat16"), (3, 32, 128, "float8_e4m3fn"), (1, 16, 128, "float16")]
-KINDS = pytest.mark.parametrize("kind", [ReferenceConversion, TritonConversion])
+KINDS = pytest.mark.parametrize("kind", [HostConversion, ReferenceConversion, TritonConversion])
 
 
 def vllm_kernel() -> Any:
@@ -173,11 +173,3 @@ def test_a_converter_of_the_other_v_would_be_caught() -> None:
         converted(spec, tokens, blocks, ReferenceConversion, v) for v in ("tiled", "transposed")
     )
     assert torch.equal(tiled[0], transposed[0]) and not torch.equal(tiled[1], transposed[1])
-
-
-def test_dispatch_on_host_pages_is_the_reference() -> None:
-    spec = Spec("standard", "HNC", 1, 16, 16, "bfloat16")
-    format = page_format(spec)
-    one, two = (torch.zeros((1, format.page_bytes), dtype=torch.uint8) for _ in range(2))
-    prepared = prepare(Pages(format, ((one,),)), Pages(format, ((two,),)))
-    assert isinstance(prepared, ReferenceConversion)

@@ -65,9 +65,9 @@ def own_cache(spec: Spec, layers: int, blocks: int = 12) -> Cache:
 
 
 @pytest.mark.parametrize("target", [SHUFFLED, STANDARD], ids=["converted", "equal"])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", ["host", "triton"])
 def test_pages_arrive(
-    prefill: Prefill, target: Spec, implementation: Literal["reference", "triton"]
+    prefill: Prefill, target: Spec, implementation: Literal["host", "triton"]
 ) -> None:
     """Several requests through one mapping; every byte of the decoder's memory is compared."""
     driver = FakeDriver()

@@ -174,7 +174,7 @@ def _say_times(console: Console, metrics: dict[str, float]) -> None:
     }
     console.print(
         f"a request: transfer {1e3 * seconds['read']:.1f} ms, conversion "
-        f"{1e3 * seconds['convert']:.1f} ms (on a CPU, by the plain torch conversion)"
+        f"{1e3 * seconds['convert']:.1f} ms (on a CPU, in one thread)"
     )
 
 

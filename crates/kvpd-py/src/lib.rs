@@ -5,6 +5,7 @@ mod claims;
 mod engine;
 mod errors;
 mod format;
+mod permutation;
 mod plan;
 mod planner;
 mod region;
@@ -21,6 +22,8 @@ mod _kvpd {
     use crate::engine::{EngineDescription, EngineFacts};
     #[pymodule_export]
     use crate::format::{Component, PageFormat, PlaneSpan};
+    #[pymodule_export]
+    use crate::permutation::Permutation;
     #[pymodule_export]
     use crate::plan::{DescriptorRows, TransferPlan, slab_bytes};
     #[pymodule_export]

@@ -2,10 +2,10 @@
 //! and which descriptors move the bytes.
 //!
 //! The data flow is the module order: [`format`] (the interior of a page) and [`layout`] (the order of
-//! a cache in memory) make [`region`]s; regions and facts make an [`engine`] description; two
-//! descriptions make a [`verdict`]; block ids make [`runs`]; runs and regions make a [`plan`]; a
-//! [`planner`] chooses among plans by what the [`link`] costs; the blocks of what is under way are
-//! [`claims`].
+//! a cache in memory) make [`region`]s; two formats make a [`permutation`]; regions and facts make an
+//! [`engine`] description; two descriptions make a [`verdict`]; block ids make [`runs`]; runs and
+//! regions make a [`plan`]; a [`planner`] chooses among plans by what the [`link`] costs; the blocks of
+//! what is under way are [`claims`].
 //!
 //! Numbers come from peers and are hostile. Everything is checked at construction with checked
 //! arithmetic; a value that exists is valid, and look-ups on it do not fail. Nothing here panics, does
@@ -20,6 +20,7 @@ pub mod family;
 pub mod format;
 pub mod layout;
 pub mod link;
+pub mod permutation;
 pub mod plan;
 pub mod planner;
 pub mod reason;
@@ -40,6 +41,7 @@ pub use family::{Interior, ShuffledV};
 pub use format::{PageFormat, PlaneSpan};
 pub use layout::Layout;
 pub use link::{LinkModel, Rates};
+pub use permutation::Permutation;
 pub use plan::{DescriptorRows, TransferPlan, slab_bytes};
 pub use planner::{Placement, Planner};
 pub use reason::{Code, Reason};

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from kvpd.convert.conversion import Conversion
+from kvpd.convert.host import HostConversion
 from kvpd.convert.pages import Pages
 from kvpd.convert.plan import Tuning
 from kvpd.convert.reference import ReferenceConversion
@@ -16,7 +17,7 @@ from kvpd.errors import ConversionError
 if TYPE_CHECKING:
     from kvpd._kvpd import PageFormat
 
-Implementation = Literal["auto", "reference", "triton"]
+Implementation = Literal["auto", "host", "reference", "triton"]
 Prepare = Callable[[Pages, Pages], Conversion]
 
 # A format equals every format that places all elements alike, whatever its name.
@@ -71,7 +72,7 @@ def prepare(
         source: pages to read. In place, `target.seen_as(source_format)`.
         target: pages to write.
         implementation: "auto" takes a registered converter first, then Triton for pages on a GPU
-            and the reference for pages in host memory.
+            and the core for pages in host memory. "reference" is plain torch, on any device.
         tuning: how Triton cuts the work, e.g. `kvpd.convert.DIRECT` for a source on another GPU;
             None chooses by placement. The other implementations take none.
 
@@ -83,7 +84,9 @@ def prepare(
         registered = registered_converter(source.format, target.format)
         if registered is not None:
             return registered(source, target)
-        implementation = "reference" if target.device.type == "cpu" else "triton"
+        implementation = "host" if target.device.type == "cpu" else "triton"
+    if implementation == "host":
+        return HostConversion(source, target)
     if implementation == "reference":
         return ReferenceConversion(source, target)
     if implementation == "triton":
@@ -96,7 +99,7 @@ def prepare(
         code="implementation",
         field="implementation",
         got=implementation,
-        expected="auto, reference or triton",
+        expected="auto, host, reference or triton",
     )
 
 

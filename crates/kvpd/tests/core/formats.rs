@@ -5,7 +5,8 @@ use std::collections::HashSet;
 use crate::support::{shape, shuffle, standard};
 use kvpd::family::Shape;
 use kvpd::{
-    Component, ElementType, FormatError, Interior, PageFormat, PlaneSpan, ShuffledV, Tiling,
+    Component, ElementType, FormatError, Interior, PageFormat, Permutation, PlaneSpan, ShuffledV,
+    Tiling,
 };
 use proptest::prelude::*;
 
@@ -98,6 +99,10 @@ proptest! {
         let page: Vec<Vec<u8>> =
             source.plane_bytes().iter().map(|&bytes| (0..bytes).map(|_| byte()).collect()).collect();
         let there = convert(&source, &target, &page);
+        let permutation = Permutation::new(&source, &target).unwrap();
+        let mut moved = vec![0; there.concat().len()];
+        prop_assert!(permutation.apply(&page.concat(), &mut moved));
+        prop_assert_eq!(moved, there.concat());
         prop_assert_eq!(convert(&target, &source, &there), page);
     }
 
@@ -248,4 +253,45 @@ fn elements_outside_a_page_have_no_offset() {
     assert_eq!(format.offset("v", 0, 16, 0), outside("token", 16, 16));
     assert_eq!(format.offset("v", 0, 0, u32::MAX), outside("channel", u32::MAX, 16));
     assert!(matches!(format.offset("q", 0, 0, 0), Err(FormatError::UnknownComponent { .. })));
+}
+
+#[test]
+fn permutations_take_whole_pages_of_the_same_tensors() {
+    let (source, target) = (standard(2, 16, 64), shuffle(2, 16, 64));
+    let permutation = Permutation::new(&source, &target).unwrap();
+    let mut page = vec![0; permutation.target_bytes()];
+    let raw = vec![1; permutation.source_bytes() + 1];
+    assert!(!permutation.apply(&raw, &mut page));
+    let (_, long) = raw.split_first().unwrap();
+    let (_, short) = page.split_first_mut().unwrap();
+    assert!(!permutation.apply(long, short));
+    assert!(page.iter().all(|&byte| byte == 0));
+    assert!(Permutation::new(&source, &shuffle(1, 16, 64)).is_none());
+}
+
+/// One head of float16 elements, each axis in tiles: (tile, bytes from tile to tile, from index to index).
+fn tiled(extents: (u32, u32), tokens: (u32, u64, u64), channels: (u32, u64, u64)) -> PageFormat {
+    let axis = |extent, (tile, tile_stride, stride)| {
+        Tiling::new("axis", extent, tile, tile_stride, stride).unwrap()
+    };
+    let heads = Tiling::plain("heads", 1, 0).unwrap();
+    let (tokens, channels) = (axis(extents.0, tokens), axis(extents.1, channels));
+    let k = Component::new("k", ElementType::Float16, 0, 0, heads, tokens, channels).unwrap();
+    PageFormat::new("tiled", vec![k], vec![u64::from(extents.0 * extents.1 * 2)], vec![]).unwrap()
+}
+
+#[test]
+fn permutations_move_no_more_at_once_than_lies_together() {
+    let pairs = [
+        // Channels in fours and in sixes, between which the two tokens take turns.
+        (tiled((2, 12), (2, 0, 8), (4, 16, 2)), tiled((2, 12), (2, 0, 12), (6, 24, 2))),
+        // Rows of eight channels become columns of four tokens, not of eight.
+        (tiled((16, 8), (16, 0, 16), (8, 0, 2)), tiled((16, 8), (4, 64, 2), (8, 0, 8))),
+    ];
+    for (source, target) in pairs.iter().flat_map(|(a, b)| [(a, b), (b, a)]) {
+        let page: Vec<u8> = (0..=255).take(usize::try_from(source.page_bytes()).unwrap()).collect();
+        let mut moved = vec![0; page.len()];
+        assert!(Permutation::new(source, target).unwrap().apply(&page, &mut moved));
+        assert_eq!(moved, convert(source, target, &[page]).concat());
+    }
 }

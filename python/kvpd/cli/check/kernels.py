@@ -22,7 +22,7 @@ class KernelProblems:
 def kernel_problems(verdict: Verdict, decode: EngineDescription) -> KernelProblems:
     """Plan the kernels that a decoder would compile for an accepted pair.
 
-    Pages in host memory are converted by plain torch, which takes every pair.
+    Pages in host memory are converted by the core, which takes every pair.
     """
     source, target = verdict.source, verdict.target
     on_gpu = any(region.memory == "vram" for region in decode.regions)
