@@ -99,7 +99,8 @@ class Peer:
     @property
     def is_offered(self) -> bool:
         """Whether new requests may begin: a prefill that withdraws what we mapped waits for us."""
-        return self.mapping is None or self.mapping.is_offered()
+        mapping = self.mapping  # may be lost while another thread asks
+        return mapping is None or mapping.is_offered()
 
     def explain(self) -> str:
         """How this peer's requests come, in words."""
@@ -116,19 +117,25 @@ class Peer:
         self.mapping = None
         self.is_leaving = True
 
+    def unmap(self) -> None:
+        """Let the peer's memory go; idempotent. Only when no kernel reads it any more."""
+        mapping = self.mapping
+        if mapping is not None:
+            self._try(mapping.close)
+
     def disconnect(self, agent: Agent) -> None:
         """Unmap, free the rows and forget the peer. What will not be let go is logged and left.
 
         Only when no kernel reads the peer's memory any more.
         """
-        steps: list[Callable[[], None]] = []
-        if self.mapping is not None:
-            steps.append(self.mapping.close)
+        self.unmap()
         for pair in self.rows.values():
-            steps += [partial(agent.release_rows, rows) for rows in (pair.local, pair.remote)]
-        steps.append(partial(agent.remove_peer, self.agent_name))
-        for step in steps:
-            try:
-                step()
-            except (DirectError, TransferError) as error:
-                logger.warning("disconnecting %s: %s", self.engine_id, error)
+            for rows in (pair.local, pair.remote):
+                self._try(partial(agent.release_rows, rows))
+        self._try(partial(agent.remove_peer, self.agent_name))
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except (DirectError, TransferError) as error:
+            logger.warning("disconnecting %s: %s", self.engine_id, error)

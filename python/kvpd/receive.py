@@ -2,7 +2,8 @@
 
 A request's blocks belong to the receiver from `Receiver.start` until its outcome is returned by
 `Receiver.poll`; until then something may write them. Calls come from one thread, except that
-`Receiver.add_peer` may run on another.
+`Receiver.add_peer` may run on another. A thread of the receiver's own looks after peers whose
+memory is mapped: an idle engine does not poll, and a prefill that ends waits for its memory.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 PlacementChoice = Literal["in_place", "staged", "planned"]
 BlockIds = Sequence[int] | NDArray[np.integer[Any]]
+
+# Well within the seconds for which a prefill waits, and vLLM for it.
+LOOK_SECONDS = 0.25
 
 
 class Receiver:
@@ -122,8 +126,11 @@ class Receiver:
         )
         self._pipeline = Pipeline(agent, queue, clock)
         self._peers: dict[tuple[str, int], Peer] = {}
-        self._num_looks = 0
         self._adding = threading.Lock()
+        # Held by whoever starts to read a mapped peer, and by whoever unmaps one.
+        self._mapped = threading.Lock()
+        self._looking: threading.Thread | None = None
+        self._stop_looking = threading.Event()
         self._is_closed = False
         self._live: dict[str, Request] = {}
         self._claims = Claims(description.num_blocks)
@@ -173,6 +180,11 @@ class Receiver:
         known = [peer.agent_name for peer in list(self._peers.values())]
         peer = connect(self._site, handshake, verdict, known, must_be_direct=must_be_direct)
         self._peers[key] = peer
+        if peer.mapping is not None and self._looking is None:
+            self._looking = threading.Thread(
+                target=self._look_after_peers, name="kvpd-peers", daemon=True
+            )
+            self._looking.start()
         return peer
 
     def remove_peer(self, peer: Peer) -> None:
@@ -215,13 +227,32 @@ class Receiver:
                 field="request_id",
                 got=request_id,
             )
-        if peer.is_leaving or not peer.is_offered or not self.is_connected(peer):
-            raise TransferError(
-                f"peer {peer.engine_id} is not connected",
-                code="unknown-peer",
-                field="peer",
-                got=peer.engine_id,
-            )
+        with self._mapped:
+            if peer.is_leaving or not peer.is_offered or not self.is_connected(peer):
+                raise TransferError(
+                    f"peer {peer.engine_id} is not connected",
+                    code="unknown-peer",
+                    field="peer",
+                    got=peer.engine_id,
+                )
+            request = self._prepare(request_id, peer, local_ids, remote_ids, deadline, notice)
+            # From here on the peer is in use.
+            self._live[request_id] = request
+        if self._slab is not None and request.plan.placement == "staged":
+            self._slab.enqueue(request_id)
+        self._advance(request)
+        self._hand_out_slots()
+
+    def _prepare(
+        self,
+        request_id: str,
+        peer: Peer,
+        local_ids: BlockIds,
+        remote_ids: BlockIds,
+        deadline: float | None,
+        notice: bytes | None,
+    ) -> Request:
+        """A request that has its blocks, and has not begun."""
         pages = runs(local_ids, remote_ids)
         plan = peer.planner.plan(pages)
         request = Request(
@@ -235,18 +266,13 @@ class Receiver:
             waiting=deque(peer.chunks(plan, pages)),
         )
         self._claims.claim(pages)
-        self._live[request_id] = request
-        if self._slab is not None and plan.placement == "staged":
-            self._slab.enqueue(request_id)
-        self._advance(request)
-        self._hand_out_slots()
+        return request
 
     def poll(self) -> list[Outcome]:
         """Drive every live request and return those that have ended since the last call."""
         for request in list(self._live.values()):
             self._advance(request)
         self._hand_out_slots()
-        self._look_after_a_peer()
         self._disconnect_leaving()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -304,6 +330,9 @@ class Receiver:
         """
         with self._adding:
             self._is_closed = True
+        self._stop_looking.set()
+        if self._looking is not None:
+            self._looking.join()
         for peer in list(self._peers.values()):
             self.remove_peer(peer)
         outcomes = self.poll()
@@ -356,19 +385,24 @@ class Receiver:
         self._pipeline.fail(request, code, reason)
         self._advance(request)
 
-    def _look_after_a_peer(self) -> None:
-        """Let the next peer go if it withdrew; one a call, for asking takes a system call."""
-        peers = list(self._peers.values())
-        if peers:
-            self._num_looks += 1
-            peer = peers[self._num_looks % len(peers)]
-            peer.is_leaving = peer.is_leaving or not peer.is_offered
+    def _look_after_peers(self) -> None:
+        """Unmap peers that withdrew, each once nothing reads it; `poll` does the rest."""
+        while not self._stop_looking.wait(LOOK_SECONDS):
+            for peer in list(self._peers.values()):
+                if not peer.is_offered:
+                    with self._mapped:
+                        peer.is_leaving = True
+                        if not self._is_read(peer):
+                            peer.unmap()
 
     def _disconnect_leaving(self) -> None:
-        in_use = {id(request.peer) for request in self._live.values()}
         for key, peer in list(self._peers.items()):
-            if peer.is_leaving and id(peer) not in in_use:
+            if peer.is_leaving and not self._is_read(peer):
                 # Known until it is gone: the handshake thread must not add the agent again while
                 # it is being removed here.
-                peer.disconnect(self._agent)
+                with self._mapped:
+                    peer.disconnect(self._agent)
                 del self._peers[key]
+
+    def _is_read(self, peer: Peer) -> bool:
+        return any(request.peer is peer for request in list(self._live.values()))

@@ -1,7 +1,8 @@
 """A prefill in a process of its own: ``python -m tests.direct.prefill``.
 
 Its cache lies in several allocations of the fake driver, standard pages in poison. It prints its
-handshake and then a number for each line it reads: ``mapped``, ``close SECONDS``, ``unchanged``.
+handshake and then a number for each line it reads: ``mapped``, ``close SECONDS``, ``unchanged``,
+``fork`` (the pid of a child that does nothing).
 It loads no torch, so that it starts in a moment.
 """
 
@@ -12,11 +13,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,12 +102,19 @@ def serve(handshake: wire.Handshake, exporter: Exporter, **commands: Callable[[]
     _say(b64encode(wire.encode(handshake)).decode())
     for line in sys.stdin:
         match line.split():
+            case ["fork"]:
+                _say(os.fork() or _sleep_for_ever())
             case ["mapped"]:
                 _say(exporter.num_mapped)
             case ["close", seconds]:
                 _say(exporter.close(timeout_seconds=float(seconds)))
             case [name]:
                 _say(int(commands[name]()))
+
+
+def _sleep_for_ever() -> NoReturn:
+    while True:
+        time.sleep(60)
 
 
 def _digest(driver: FakeDriver) -> str:

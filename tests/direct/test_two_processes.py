@@ -179,7 +179,8 @@ def test_a_requester_that_unmaps_in_time_is_waited_for(prefill: Prefill) -> None
 
 def test_a_prefill_that_hangs_is_given_up_after_the_timeout(prefill: Prefill) -> None:
     driver = FakeDriver()
-    prefill.process.send_signal(signal.SIGSTOP)
+    os.kill(prefill.process.pid, signal.SIGSTOP)
+    os.waitpid(prefill.process.pid, os.WUNTRACED)  # until all of its threads stand
     began = time.monotonic()
     with pytest.raises(DirectError) as caught:
         map_it(prefill, driver, timeout_seconds=0.3)

@@ -136,26 +136,15 @@ def test_a_prefill_that_leaves_during_a_request(
     control(pair.decode, withhold=True)
     pair.decode.call("submit", requests=[request])
     until(lambda: bool(evaluate(pair.decode, "result = worker._link.num_live")))
-    # What a mapped peer answers once it withdraws its memory; there is none to map here.
+    # As for a mapped peer that withdraws its memory; there is none to map here.
     evaluate(
         pair.decode,
-        """
-from kvpd.peer import Peer
-engine.kept = Peer.is_offered
-Peer.is_offered = property(lambda peer: False)
-""",
+        "for peer in worker._link._receiver._peers.values(): peer.is_leaving = True",
     )
     until_asked_again(pair.decode, "fake.polls")
     control(pair.decode, withhold=False)
     done = pair.decode.wait([request["id"]])[request["id"]]
     assert (done["finish_reason"], done["tokens"]) == ("length", expected[0])
-    evaluate(
-        pair.decode,
-        """
-from kvpd.peer import Peer
-Peer.is_offered = engine.kept
-""",
-    )
     checked_hand_over(pair, batch[1:], expected[1:], PAGES, tmp_path)
 
 

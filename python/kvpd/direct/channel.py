@@ -14,6 +14,7 @@ import socket
 import struct
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -137,7 +138,28 @@ def credentials(connection: socket.socket) -> Credentials:
 
 def new_socket() -> socket.socket:
     """A socket of the channel's kind; not inherited by programs we start."""
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+
+
+def kept_from_children(own: socket.socket) -> socket.socket:
+    """`own`, whose copies in processes that fork from this one are closed.
+
+    A copy would outlive this process: the other end would take a dead exporter for one that offers,
+    and go on reading memory that is nobody's.
+    """
+    _sockets.add(own)
+    return own
+
+
+_sockets: WeakSet[socket.socket] = WeakSet()
+
+
+def _close_copies() -> None:
+    for copy in list(_sockets):
+        copy.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def address_of(endpoint: str) -> bytes:

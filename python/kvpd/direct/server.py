@@ -19,6 +19,7 @@ from kvpd.direct.channel import (
     credentials,
     decode,
     encode,
+    kept_from_children,
     new_socket,
 )
 from kvpd.errors import DirectError
@@ -65,7 +66,7 @@ class OfferServer:
             self._listener.setblocking(False)
             self._listener.bind(address_of(self.endpoint))
             self._listener.listen(max_requesters)
-            self._alarm, self._alarmed = socket.socketpair()
+            self._alarm, self._alarmed = (kept_from_children(s) for s in socket.socketpair())
         except OSError as error:
             raise DirectError(
                 f"no socket for the offer: {error}", code="no-socket", field="endpoint", got=error
@@ -131,7 +132,7 @@ class OfferServer:
         if self._listener.fileno() < 0:
             return  # closed by an earlier event of the same round
         try:
-            connection, _ = self._listener.accept()
+            connection = kept_from_children(self._listener.accept()[0])
         except OSError as error:
             if not isinstance(error, BlockingIOError):
                 logger.warning("direct: a requester could not be accepted: %s", error)
