@@ -20,6 +20,7 @@ from kvpd.cli.transfer_bench.fit import fit_link
 from kvpd.cli.transfer_bench.patterns import Request, recorded, synthetic
 from kvpd.cli.transfer_bench.scenario import Scenario
 from kvpd.errors import PlanError
+from kvpd.vllm.config import ConnectorConfig
 from tests.oracle.pages import Spec, planes
 
 TRACES = sorted((Path(__file__).parent / "vectors" / "block_ids").glob("*.json"))
@@ -248,6 +249,17 @@ def test_the_link_is_fitted() -> None:
         {"bytes_per_second": 280e9, "seconds_per_descriptor": 3.5e-6, "seconds_per_chunk": 2e-5}
     )
     assert fit_link(rows[:3]) is None
+
+
+def test_the_link_is_shown_as_the_key_takes_it() -> None:
+    """Only of a link: what host memory gives would mislead a planner."""
+    rates = {"bytes_per_second": 264e9, "seconds_per_descriptor": 3.5e-6, "seconds_per_chunk": 1e-5}
+    shown = report.text(figures(row("stock", "random", 256, 1.0), link=rates))
+    (line,) = (line for line in shown.splitlines() if '"link"' in line)
+    key = json.loads("{" + line[line.index('"link"') :] + "}")
+    assert ConnectorConfig.of(key).link == rates
+    memory = report.text(figures(row("stock", "random", 256, 1.0), link=rates, has_link=False))
+    assert '"link"' not in memory
 
 
 def test_exit_status_is_about_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

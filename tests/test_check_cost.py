@@ -84,6 +84,8 @@ def test_the_link_can_be_given_as_the_connectors_key(capsys: pytest.CaptureFixtu
     _, value = checked(capsys, prefill, decode, "--link", json.dumps(rates))
     link = value["cost"]["link"]
     assert {name: link[name] for name in rates} == rates
+    # What is read directly passes the same link.
+    assert link["direct_bytes_per_second"] == rates["bytes_per_second"]
     # One 50 us chunk, a descriptor a page and layer, the bytes.
     expected = 50e-6 + 63 * 3 * 1e-6 + 63 * 3 * PAGE_BYTES / 50e9
     (as_stock,) = value["cost"]["placements"]

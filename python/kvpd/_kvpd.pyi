@@ -529,8 +529,9 @@ class LinkModel:
     `merged_bytes_per_second` where some were merged (in host memory that can be slower).
 
     Numbers not given are those of `memory`: "vram" between two H200s over NVLink, "dram" between
-    two processes of one host; `merged_bytes_per_second` is `bytes_per_second` where only that is
-    given. Raises `PlanError` for a number that is not finite or not above 0.
+    two processes of one host; `merged_bytes_per_second` and `direct_bytes_per_second` are
+    `bytes_per_second` where only that is given. Raises `PlanError` for a number that is not finite
+    or not above 0.
     """
 
     def __new__(

@@ -145,6 +145,23 @@ def test_keys_have_defaults_and_exact_types() -> None:
         assert caught.value.got == repr(value)
 
 
+def test_a_misspelt_key_is_refused_and_one_of_vllms_is_not() -> None:
+    for key, meant in (
+        ("require_tagged", "require_tagged_peers"),
+        ("slab_byte", "slab_bytes"),
+        ("page_format_conversions", "page_format_conversion"),
+        ("direct_transfers", "direct_transfer"),
+    ):
+        with pytest.raises(KvpdError) as caught:
+            ConnectorConfig.of({key: True})
+        assert (caught.value.code, caught.value.expected) == ("invalid-config", repr(meant))
+    theirs = (
+        *("backends", "num_threads", "kv_lease_duration", "enforce_handshake_compat"),
+        *("enable_permute_local_kv", "backend_params", "kv_recompute_threshold", "prefetch"),
+    )
+    assert ConnectorConfig.of(dict.fromkeys(theirs, 1)) == ConnectorConfig()
+
+
 def test_rates_are_the_link_models() -> None:
     config = ConnectorConfig.of({"link": {"bytes_per_second": 5e9}})
     assert config.link_model("dram") == LinkModel("dram", bytes_per_second=5e9)

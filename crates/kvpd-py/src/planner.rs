@@ -38,6 +38,7 @@ impl LinkModel {
     ) -> CoreResult<Self> {
         let defaults = Rates::of(memory.0);
         let merged = merged_bytes_per_second.or(bytes_per_second);
+        let direct = direct_bytes_per_second.or(bytes_per_second);
         let or = |number: Option<f64>, default: f64| number.unwrap_or(default);
         Ok(Self(CoreLink::new(Rates {
             bytes_per_second: or(bytes_per_second, defaults.bytes_per_second),
@@ -48,7 +49,7 @@ impl LinkModel {
                 convert_bytes_per_second,
                 defaults.convert_bytes_per_second,
             ),
-            direct_bytes_per_second: or(direct_bytes_per_second, defaults.direct_bytes_per_second),
+            direct_bytes_per_second: or(direct, defaults.direct_bytes_per_second),
         })?))
     }
 

@@ -20,7 +20,7 @@ examples:
   kvpd bench convert --sections main --shrink 16   a quick look
   kvpd bench convert --from-json docs/data/convert-h200.json    what was measured; needs no GPU
 
-exit status: 0 every page was right and every bar that was measured holds, 1 not
+exit status: 0 every page was right and every bar that was measured holds, 1 not, 2 it could not run
 """
 
 

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``kvpd bench transfer``."""
     parser.add_argument(
         "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
+        choices=("cuda", "cpu"),
+        default="cuda",
         help="where the caches are: on two GPUs (or one, without a link), or in host memory",
     )
     parser.add_argument("--prefill-gpu", type=int, default=0, metavar="N")
@@ -147,9 +147,19 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from kvpd.cli.transfer_bench.patterns import recorded, synthetic
     from kvpd.cli.transfer_bench.scenario import Scenario
     from kvpd.cli.transfer_bench.suite import measure
+    from kvpd.errors import KvpdError
 
     num_gpus = torch.cuda.device_count()
-    on_gpu = args.device == "cuda" or (args.device == "auto" and num_gpus > 0)
+    on_gpu = args.device == "cuda"
+    if on_gpu and not num_gpus:
+        raise KvpdError(
+            "torch sees no GPU; --device cpu checks bytes in host memory, with smaller --layers, "
+            "--cache-blocks and --slab-mb",
+            code="no-gpu",
+            field="device",
+            got=num_gpus,
+            expected="two GPUs, or one",
+        )
     decode_gpu = min(1, max(num_gpus - 1, 0)) if args.decode_gpu is None else args.decode_gpu
     scenario = Scenario(
         layers=args.layers,

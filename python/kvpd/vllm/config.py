@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from kvpd._kvpd import LinkModel
@@ -21,7 +22,7 @@ class ConnectorConfig:
         page_format_conversion: on a decoder, accept peers whose page format is another one and
             convert their pages, where the pair is in scope. Off: such peers are refused.
         link: what transfers cost here, where the defaults of `kvpd.LinkModel` are wrong; names and
-            units are its own. ``kvpd bench transfer`` prints what it measured in this form.
+            units are its own. Between two GPUs ``kvpd bench transfer`` prints it.
         direct_transfer: on a prefill, offer the cache's memory to processes of this user on this
             host; on a decoder, read the memory of prefills that offer it with the conversion
             itself, in place of NIXL. Both sides must switch it on. A pair that cannot (another
@@ -43,8 +44,21 @@ class ConnectorConfig:
         """Read our keys; others belong to vLLM.
 
         Raises:
-            KvpdError: a key has a value of another kind. Nothing is guessed from a truthy string.
+            KvpdError: a key has a value of another kind, or is nearly one of ours. Nothing is
+                guessed from a truthy string.
         """
+        ours = [known.name for known in fields(cls)]
+        for key in extra:
+            # Passed over, a misspelt `require_tagged_peers` would let every peer in.
+            meant = [] if key in ours else get_close_matches(str(key), ours, n=1, cutoff=0.8)
+            if meant:
+                raise KvpdError(
+                    f"kv_connector_extra_config has no key {key!r}; is {meant[0]!r} meant?",
+                    code="invalid-config",
+                    field=f"kv_connector_extra_config.{key}",
+                    got=repr(key),
+                    expected=repr(meant[0]),
+                )
         slab_bytes = extra.get("slab_bytes", 0)
         if isinstance(slab_bytes, bool) or not isinstance(slab_bytes, int) or slab_bytes < 0:
             raise _invalid("slab_bytes", slab_bytes, "a number of bytes, 0 or more")

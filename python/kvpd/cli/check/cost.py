@@ -41,7 +41,9 @@ class LinkRates(msgspec.Struct, frozen=True, kw_only=True):
 
     bytes_per_second: float
     seconds_per_descriptor: float
+    seconds_per_chunk: float
     convert_bytes_per_second: float
+    direct_bytes_per_second: float
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +106,9 @@ def cost_of(
         link=LinkRates(
             bytes_per_second=link.bytes_per_second,
             seconds_per_descriptor=link.seconds_per_descriptor,
+            seconds_per_chunk=link.seconds_per_chunk,
             convert_bytes_per_second=link.convert_bytes_per_second,
+            direct_bytes_per_second=link.direct_bytes_per_second,
         ),
         placements=placements,
     )

@@ -101,7 +101,9 @@ def _show_cost(cost: Cost, page: Page, explain: bool) -> None:
     page.line(
         "  from consecutive to scattered block ids; link "
         f"{link.bytes_per_second / 1e9:g} GB/s, {link.seconds_per_descriptor * 1e6:g} us a "
-        f"descriptor, conversion {link.convert_bytes_per_second / 1e9:g} GB/s"
+        f"descriptor, {link.seconds_per_chunk * 1e6:g} us a READ, conversion "
+        f"{link.convert_bytes_per_second / 1e9:g} GB/s, read directly "
+        f"{link.direct_bytes_per_second / 1e9:g} GB/s"
     )
     for placement in cost.placements if explain else ():
         page.heading(f"plan, {_PLACEMENTS[placement.placement]}, scattered")

@@ -29,7 +29,7 @@ from kvpd.cli.convert_bench.writer import load_kernel, writer_source
 from kvpd.convert import Pages, prepare
 from kvpd.convert.launch import TritonConversion
 from kvpd.convert.plan import Tuning
-from kvpd.errors import MissingDependencyError
+from kvpd.errors import KvpdError, MissingDependencyError
 
 Figures = dict[str, Any]
 
@@ -43,7 +43,19 @@ def measure(
     writer_source: Path | None,
     progress: Callable[[str], None],
 ) -> Figures:
-    """Check and time; returns everything as plain data."""
+    """Check and time; returns everything as plain data.
+
+    Raises:
+        KvpdError: there is no such GPU.
+    """
+    if device >= torch.cuda.device_count():
+        raise KvpdError(
+            f"torch sees no GPU {device}; what was measured elsewhere can be read with --from-json",
+            code="no-gpu",
+            field="device",
+            got=torch.cuda.device_count(),
+            expected=f"a GPU {device}",
+        )
     torch.cuda.set_device(device)
     bench = _Bench(torch.device("cuda", device), repeat, shrink, writer_source, progress)
     for section in sections:

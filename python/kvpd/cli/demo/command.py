@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvpd.cli.demo.scenario import ELEMENT_BYTES, Scenario
+from kvpd.cli.demo.scenario import Scenario
 from kvpd.errors import KvpdError
 
 EPILOG = """\
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--dtype",
-        choices=sorted(ELEMENT_BYTES),
+        choices=("bfloat16", "float16"),
         default=default.dtype,
         help="element type of both caches (default: %(default)s)",
     )

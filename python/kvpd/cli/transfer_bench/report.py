@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,9 +50,9 @@ def text(figures: Figures) -> str:
             f"{row['gigabytes_per_s']:8.1f}{descriptors['planned']:21}{descriptors['merged']:8}"
             f"{counted:>8}  {'right' if row['right'] else 'WRONG'}"
         )
-    if figures["link"] is not None:
-        numbers = ", ".join(f"{name}={value:.3g}" for name, value in figures["link"].items())
-        lines += ["", f"READs here are fitted best by LinkModel({numbers})"]
+    if figures["link"] is not None and figures["has_link"]:
+        rates = {name: float(f"{value:.3g}") for name, value in figures["link"].items()}
+        lines += ["", f'READs here are fitted best by the key "link": {json.dumps(rates)}']
     if figures["victims"]:
         lines += ["", "what a transfer adds to work on the decoder's GPU (random ids), ms"]
     for row in figures["victims"]:
