@@ -8,6 +8,7 @@ only in the page format produce equal tokens. None is fast; all are easy to chec
   x = 16 / element bytes, as two head slots.
 - `KeyedBackend` keeps pages that are no permutation of the standard ones (keyed.py), and brings
   its own converter.
+- `CutBackend` is `StandardBackend` with kernels for shorter blocks than vLLM's scheduler has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.v1.attention.backend import (
     AttentionImpl,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
@@ -313,8 +315,19 @@ class KeyedBackend(StandardBackend):
         return (KVCacheLayout.LBHNC,)
 
 
+class CutBackend(StandardBackend):
+    """Standard pages, with kernels for blocks of 16 tokens only: vLLM cuts longer ones."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: object | None = None,
+    ) -> list[int | MultipleOf]:
+        return [16]
+
+
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "standard": StandardBackend,
     "shuffled": ShuffledBackend,
     "keyed": KeyedBackend,
+    "cut": CutBackend,
 }

@@ -114,9 +114,19 @@ def test_conversion_needs_whole_blocks(here: int, there: int) -> None:
     with pytest.raises(KvpdError) as caught:
         judge(replace(SHUFFLED, kernel_blocks_per_block=here), cut, SAME, CONVERT)
     assert caught.value.code == "blocks-not-whole"
-    # Equal pages are stock's business.
-    local = replace(STANDARD, kernel_blocks_per_block=here)
-    assert judge(local, cut, SAME, CONVERT).verdict.kind == "identical"
+
+
+@pytest.mark.parametrize("is_tagged", [True, False])
+def test_blocks_are_cut_alike(is_tagged: bool) -> None:
+    """Of equal pages as well: stock pairs them from the end, which is padded differently."""
+    cut = peer(engine(), is_tagged=is_tagged, physical_blocks_per_logical_kv_block=2)
+    alike = judge(replace(STANDARD, kernel_blocks_per_block=2), cut, SAME, CONVERT)
+    assert alike.verdict.kind == "identical" and not alike.is_whole
+    for here in (1, 4):
+        with pytest.raises(KvpdError) as caught:
+            judge(replace(STANDARD, kernel_blocks_per_block=here), cut, SAME, CONVERT)
+        assert caught.value.code == "blocks-not-whole"
+        assert caught.value.got == f"{here} here, 2 there"
 
 
 # Stock's digest is deferred, never waived
@@ -197,7 +207,6 @@ def test_ids_name_pages_only_where_a_block_is_one() -> None:
     one, two = engine(), engine(num_kv_groups=2)
     assert judge(Local(one), peer(one), SAME, Policy()).is_whole
     assert not judge(Local(two), peer(two), SAME, Policy()).is_whole
-    assert not judge(Local(one, 4), peer(one), SAME, Policy()).is_whole
     coarse = peer(one, physical_blocks_per_logical_kv_block=4)
-    assert not judge(Local(one), coarse, SAME, Policy()).is_whole
+    assert not judge(Local(one, 4), coarse, SAME, Policy()).is_whole
     assert not judge(Local(one), peer(one, is_tagged=False), SAME, Policy()).is_whole

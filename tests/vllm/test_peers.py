@@ -21,6 +21,8 @@ SHAPE = ModelShape(kv_heads=2, head_dim=64)
 BLOCK = 16
 OTHER_NAME = "TRITON_ATTN"
 MOST = 4
+# Of engines whose blocks are longer than those of the others.
+BLOCKS = {"p_kvpd_cut": 2 * BLOCK, "d_kvpd_cut_alike": 2 * BLOCK}
 
 # name -> backend, transfer, backend name. p_ engines prefill, d_ engines decode.
 ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
@@ -30,6 +32,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "p_kvpd_other_name": ("standard", kvpd_transfer("kv_producer"), OTHER_NAME),
     "p_kvpd_lies": ("standard", kvpd_transfer("kv_producer"), None),
     "p_kvpd_shuffled": ("shuffled", kvpd_transfer("kv_producer"), None),
+    # Kernels for 16 tokens, in blocks of 32 or 16.
+    "p_kvpd_cut": ("cut", kvpd_transfer("kv_producer"), None),
+    "d_kvpd_cut": ("cut", kvpd_transfer("kv_consumer", enforce_handshake_compat=False), None),
+    "d_kvpd_cut_alike": ("cut", kvpd_transfer("kv_consumer"), None),
     "d_stock": ("standard", stock_transfer("kv_consumer"), None),
     "d_kvpd": ("standard", kvpd_transfer("kv_consumer"), None),
     # vLLM repacks whatever reaches a backend of this name from one of another name.
@@ -74,7 +80,9 @@ class Engines:
     def _new(self, name: str) -> EngineProcess:
         backend, transfer, backend_name = ENGINES[name]
         options = replace(
-            EngineOptions(self._model, backend, transfer=transfer), backend_name=backend_name
+            EngineOptions(self._model, backend, transfer=transfer),
+            backend_name=backend_name,
+            block_size=BLOCKS.get(name, BLOCK),
         )
         return EngineProcess(name, options, self.directory)
 
@@ -152,6 +160,7 @@ def expected(colocated: Colocated, batch: list[list[int]]) -> list[list[int]]:
         # The digests differ, and the operator told stock not to compare them.
         ("p_stock_other_name", "d_kvpd_lenient"),
         ("p_kvpd", "d_kvpd_shuffled"),
+        ("p_kvpd_cut", "d_kvpd_cut_alike"),
     ],
 )
 def test_served(
@@ -173,6 +182,8 @@ def test_served(
         pytest.param("p_stock", "d_kvpd_shuffled", ["untagged-peer"], marks=pytest.mark.core),
         ("p_stock", "d_kvpd_strict", ["untagged-peer"]),
         ("p_stock_other_name", "d_kvpd", ["stock-digest"]),
+        # The kernels' blocks are alike, but a block of the scheduler's is two of them there.
+        ("p_kvpd_cut", "d_kvpd_cut", ["blocks-not-whole"]),
         # Convertible in principle, out of scope in this direction; the digest check is off here.
         ("p_kvpd_shuffled", "d_kvpd_lenient", ["conversion-disabled", "pair-out-of-scope"]),
     ],

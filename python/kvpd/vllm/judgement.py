@@ -96,8 +96,8 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
     Raises:
         RefusedError: the verdict, with every reason.
         WireError: the tag is not one, or contradicts the peer's own metadata.
-        KvpdError: an untagged peer's digest differs, or the blocks of a pair that is to be
-            converted are not whole pages.
+        KvpdError: an untagged peer's digest differs, blocks are not equally many kernel blocks, or
+            those of a pair that is to be converted are not whole pages.
     """
     handshake = None if peer.kvpd is None else decode_tag(peer.kvpd)
     if handshake is not None and handshake.engine_id != peer.engine_id:
@@ -118,21 +118,30 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
     if verdict.kind == "refuse":
         raise RefusedError(verdict)
     kernel_blocks = local.kernel_blocks_per_block, peer.physical_blocks_per_logical_kv_block
+    if kernel_blocks[0] != kernel_blocks[1]:
+        # Stock pairs kernel blocks from a request's end, which the sides pad to different lengths:
+        # each page would be taken for another.
+        raise _blocks_error(kernel_blocks, "start both sides with one block size", "equally many")
     if handshake is None:
         _check_digest(digests)
         return Judgement(verdict, None, is_whole=False)
     remote = handshake.description
     _check_metadata(peer, remote)
     if verdict.kind == "convert" and kernel_blocks != (1, 1):
-        raise KvpdError(
-            "conversion needs blocks that are one kernel block on both sides",
-            code="blocks-not-whole",
-            field="physical_blocks_per_logical_kv_block",
-            got=f"{kernel_blocks[0]} here, {kernel_blocks[1]} there",
-            expected="1 on both sides",
-        )
+        raise _blocks_error(kernel_blocks, "conversion needs whole ones", "1 on both sides")
     groups = local.description.facts.num_kv_groups, remote.facts.num_kv_groups
     return Judgement(verdict, handshake, is_whole=(*kernel_blocks, *groups) == (1, 1, 1, 1))
+
+
+def _blocks_error(kernel_blocks: tuple[int, int], remedy: str, expected: str) -> KvpdError:
+    here, there = kernel_blocks
+    return KvpdError(
+        f"a block is {here} of the attention kernels' here and {there} there; {remedy}",
+        code="blocks-not-whole",
+        field="physical_blocks_per_logical_kv_block",
+        got=f"{here} here, {there} there",
+        expected=expected,
+    )
 
 
 def _check_digest(digests: Digests) -> None:
