@@ -22,7 +22,9 @@ from tests.vllm.model import ModelShape, build_model
 from tests.vllm.pair import DECODE_TOKENS
 
 HERE = Path(__file__).parent
-NEED_NO_VLLM = ("test_docs.py", "test_judgement.py", "test_link.py", "test_units.py")
+NEED_NO_VLLM = tuple(
+    f"test_{name}.py" for name in ("docs", "judgement", "link", "readers", "units")
+)
 PROBE = "import nixl._api, vllm, vllm.entrypoints.llm; print(vllm.__version__)"
 
 

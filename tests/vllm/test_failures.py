@@ -126,6 +126,38 @@ def test_a_failed_read_is_never_converted_and_its_blocks_are_invalid(
 
 
 @pytest.mark.core
+def test_a_second_request_of_one_prefill_is_not_read(
+    pair: Pair, colocated: Colocated, tmp_path: Path
+) -> None:
+    """``n`` above 1, or a client that asks again: the first one's notice freed the blocks."""
+    batch = prompts(2, blocks=3, block_size=BLOCK, seed=12)
+    expected = colocated(SHAPE, BLOCK, batch)
+    (request,) = pair.prefill_only(batch[:1])
+    checked = pair.decode_only([request])
+    assert list(checked.tokens.values()) == expected[:1]
+    # Somebody else's prefill takes the blocks.
+    other = pair.prefill_only(batch[1:])
+    again = request | {"id": "again"}
+    pair.decode.call("submit", requests=[again])
+    assert pair.decode.wait(["again"])["again"]["finish_reason"] == "error"
+    assert "every request needs a prefill of its own" in pair.decode.log
+    assert list(pair.decode_only(other).tokens.values()) == expected[1:]
+
+
+@pytest.mark.core
+def test_a_failed_read_may_be_asked_for_again(pair: Pair, colocated: Colocated) -> None:
+    """No notice was sent for it, so the prefill has the blocks still."""
+    batch = prompts(1, blocks=3, block_size=BLOCK, seed=13)
+    expected = colocated(SHAPE, BLOCK, batch)
+    (request,) = pair.prefill_only(batch)
+    control(pair.decode, fail=True)
+    pair.decode.call("submit", requests=[request])
+    assert pair.decode.wait([request["id"]])[request["id"]]["finish_reason"] == "error"
+    control(pair.decode, fail=False)
+    assert list(pair.decode_only([request | {"id": "again-2"}]).tokens.values()) == expected
+
+
+@pytest.mark.core
 def test_a_prefill_that_leaves_during_a_request(
     pair: Pair, colocated: Colocated, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ from kvpd.vllm.converters import register_converters
 from kvpd.vllm.judgement import Digests, Local
 from kvpd.vllm.leases import Leases
 from kvpd.vllm.link import Link
+from kvpd.vllm.readers import Readers
 from kvpd.wire import Handshake, encode_tag
 
 # vLLM configures handlers for its own loggers only.
@@ -79,6 +80,7 @@ class KvpdWorker(NixlPullConnectorWorker):
         self._leases = Leases(self._lease_extension)
         # Of each request that is read: its name on the peer, and the expiry the peer published.
         self._leased: dict[str, tuple[str, float]] = {}
+        self._readers = Readers()
         self.xfer_stats = KvpdStats()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -200,10 +202,20 @@ class KvpdWorker(NixlPullConnectorWorker):
             logger.warning("%s: the lease of its remote blocks has run out", request_id)
             self._expire(request_id)
             return False
+        is_reader = self._readers.begin(dst_engine_id, remote_request_id, request_id)
+        if has_blocks and not is_reader:
+            logger.error(
+                "%s: another request reads, or has read, the blocks of %s, which the prefill may "
+                "reuse then; every request needs a prefill of its own",
+                request_id,
+                remote_request_id,
+            )
+            self._expire(request_id)
+            return False
         if published is not None and has_blocks:
             self._leased[request_id] = (remote_request_id, published)
         if not has_blocks or not link.serves(dst_engine_id):
-            return bool(
+            is_posted = bool(
                 super()._read_blocks(
                     read_spec=read_spec,
                     dst_engine_id=dst_engine_id,
@@ -212,6 +224,10 @@ class KvpdWorker(NixlPullConnectorWorker):
                     **rest,
                 )
             )
+            if not has_blocks or not is_posted:
+                # Nothing to read: the notice was all.
+                self._readers.end(request_id, is_released=not has_blocks)
+            return is_posted
         # The link's peers have one KV group, as we have.
         (local_ids,), (remote_ids,) = self._apply_prefix_caching(
             decode_block_ids=read_spec.local_block_ids,
@@ -231,6 +247,7 @@ class KvpdWorker(NixlPullConnectorWorker):
         except KvpdError as error:
             self._log_failure("transfer_setup_failed", request_id, error=error)
             self._handle_failed_transfer(request_id, None, self._recv_failures)
+            self._readers.end(request_id, is_released=False)
             return False
         if link.slab_use is not None:
             self.xfer_stats.record_slab_use(link.slab_use)
@@ -265,6 +282,9 @@ class KvpdWorker(NixlPullConnectorWorker):
                 logger.warning("%s: its lease ran out before the read had ended", name)
                 self.xfer_stats.record_kv_expired_req()
                 failed.add(name)
+        for name in done:
+            # Of a failed read no notice was sent, so that it may be asked for again.
+            self._readers.end(name, is_released=name not in failed)
         return done, failed
 
     def _send_heartbeats(self, metadata: Any) -> None:
