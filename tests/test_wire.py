@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvpd import EngineDescription, PlaneSpan, Region, negotiate, wire
-from kvpd.errors import WireError, WireVersionError
+from kvpd.errors import DescriptionError, WireError, WireVersionError
 from tests.engine_builder import LAYERS, engine, facts, page_format, regions
 
 
@@ -194,7 +194,7 @@ WRONG = [
     ("nixl_metadata", "text", "invalid-field", "nixl_metadata"),
     ("facts", None, "invalid-field", "facts"),
     ("facts.model", b"bytes", "invalid-field", "facts.model"),
-    ("facts.model", "m" * 300, "invalid-field", "facts.model"),
+    ("facts.model", "m" * 513, "invalid-field", "facts.model"),
     ("facts.tp_size", -1, "invalid-field", "facts.tp_size"),
     ("facts.tp_size", 2**64 - 1, "invalid-field", "facts.tp_size"),
     ("facts.tp_size", 1.0, "invalid-field", "facts.tp_size"),
@@ -241,6 +241,15 @@ def test_a_missing_field_is_refused(path: str) -> None:
     del sent[path]
     with pytest.raises(WireError, match=path):
         wire.decode(packed(sent))
+
+
+def test_whatever_an_engine_can_publish_is_read() -> None:
+    description = engine(model="m" * 512, connector="c" * 512)
+    sent = wire.decode(wire.encode(handshake(description)))
+    assert sent is not None and sent.description == description
+    with pytest.raises(DescriptionError) as caught:
+        engine(model="m" * 513)
+    assert (caught.value.code, caught.value.expected) == ("text", "1 to 512 printable bytes")
 
 
 def test_limits_hold_for_those_who_send_too() -> None:

@@ -35,7 +35,8 @@ MAX_FORMATS = 64
 # Bytes of one page of each format, together.
 MAX_FORMAT_BYTES = 1 << 24
 
-_Text = Annotated[str, msgspec.Meta(max_length=256)]
+# As long as the core takes a name, or an engine could publish what no peer reads.
+_Text = Annotated[str, msgspec.Meta(max_length=512)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # An address may use the top bit. MessagePack has no integer above 2**64 - 1.
 _Address = Annotated[int, msgspec.Meta(ge=0)]

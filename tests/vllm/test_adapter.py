@@ -131,3 +131,96 @@ del NixlPullConnector.supports_sleep_mode
 """,
     )
     assert supported is as_stock
+
+
+def test_statistics_pass_through_a_multi_connector(engine: EngineProcess) -> None:
+    """Its API server rebuilds them by the name of the child's class; what it cannot ends it."""
+    found = engine.call(
+        "evaluate",
+        source="""
+import msgspec
+from kvpd.vllm import KvpdConnector
+from kvpd.vllm.adapter.stats import KvpdStats
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+stats = KvpdStats()
+stats.record_untagged_peer()
+sent = multi_connector.MultiKVConnectorStats()
+sent[KvpdConnector.__name__] = stats
+payload = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_dict()))
+came = multi_connector.MultiConnector.build_kv_connector_stats(payload)[KvpdConnector.__name__]
+result = [type(came).__name__, came.data == stats.data]
+""",
+    )
+    assert found == ["KvpdStats", True]
+
+
+def test_what_the_hardware_decides_is_part_of_an_opaque_page(engine: EngineProcess) -> None:
+    """Equal specs of quantised pages hold other floats on MI300X than on H200 or MI355X."""
+    found = engine.call(
+        "evaluate",
+        source="""
+from dataclasses import replace
+from types import SimpleNamespace
+import torch
+from kvpd.vllm.adapter import description
+from kvpd.vllm.formats import opaque
+worker = engine.connector_worker()
+(name, *_) = worker._layer_specs
+plain = worker._layer_specs[name]
+quantised = replace(plain, dtype=torch.uint8)
+backend = worker.attn_backends[0]
+def format_on(spec, device, fp8, capability):
+    description.current_platform = SimpleNamespace(
+        is_cpu=lambda: False,
+        device_name=device,
+        fp8_dtype=lambda: fp8,
+        get_device_capability=lambda: capability,
+    )
+    worker._layer_specs[name] = spec
+    return opaque(description._layer_cache(worker, [name], backend, 4096)).digest
+kept = description.current_platform
+machines = [
+    ("cuda", torch.float8_e4m3fn, (9, 0)),
+    ("cuda", torch.float8_e4m3fn, (10, 0)),
+    ("rocm", torch.float8_e4m3fnuz, (9, 4)),
+    ("rocm", torch.float8_e4m3fn, (9, 5)),
+]
+try:
+    result = [
+        len({format_on(spec, *machine) for machine in machines}) for spec in (plain, quantised)
+    ]
+    description.current_platform = kept
+    worker._layer_specs[name] = plain
+    from vllm.v1.attention.backends import cpu_attn
+    isa = cpu_attn._get_attn_isa
+    tiles = set()
+    for value in ("amx", "vec"):
+        cpu_attn._get_attn_isa = lambda *arguments: value
+        tiles.add(opaque(description._layer_cache(worker, [name], backend, 4096)).digest)
+    cpu_attn._get_attn_isa = isa
+    result.append(len(tiles))
+finally:
+    description.current_platform = kept
+    worker._layer_specs[name] = plain
+""",
+    )
+    assert found == [1, 4, 2]
+
+
+def test_draft_models_are_published_shortly_and_told_apart(engine: EngineProcess) -> None:
+    found = engine.call(
+        "evaluate",
+        source="""
+from kvpd.vllm.adapter import description
+kept = description._get_speculative_compatibility_factors
+factors = {"method": "eagle3", "model": "/models/" + 300 * "x" + "/EAGLE3-8B", "revision": None}
+result = []
+for changes in ({}, {"revision": 40 * "a"}, {"model": "/models/" + 300 * "y" + "/EAGLE3-8B"}):
+    description._get_speculative_compatibility_factors = lambda config: factors | changes
+    result.append(description._speculative(None))
+description._get_speculative_compatibility_factors = kept
+""",
+    )
+    assert len(set(found)) == 3
+    for text in found:
+        assert text.startswith("eagle3 ") and "EAGLE3-8B" in text and len(text) < 128

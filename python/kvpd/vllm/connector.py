@@ -14,6 +14,7 @@ from kvpd.vllm.adapter import (
     NixlPullConnector,
     check_configuration,
     own_layout,
+    register,
 )
 from kvpd.vllm.config import ConnectorConfig
 
@@ -74,3 +75,5 @@ class KvpdConnector(NixlPullConnector):
 
 # vLLM turns some features on by this name.
 NixlConnector = KvpdConnector
+
+register(KvpdConnector)

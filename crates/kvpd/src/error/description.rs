@@ -1,7 +1,7 @@
 //! Facts and regions that do not make one engine.
 
 use super::{Detail, Explain, detail};
-use crate::units::MAX_REGIONS;
+use crate::units::{MAX_NAME_BYTES, MAX_REGIONS};
 /// Facts and regions that do not make one engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DescriptionError {
@@ -53,9 +53,12 @@ pub enum DescriptionError {
 impl Explain for DescriptionError {
     fn detail(&self) -> Detail {
         match self {
-            Self::Text { field } => {
-                detail("text", field, "empty or not plain text", "a printable name")
-            }
+            Self::Text { field } => detail(
+                "text",
+                field,
+                "empty, too long or not plain text",
+                format_args!("1 to {MAX_NAME_BYTES} printable bytes"),
+            ),
             Self::OutOfRange { field, got, max } => detail(
                 "out-of-range",
                 field,

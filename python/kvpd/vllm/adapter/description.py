@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     _get_speculative_compatibility_factors,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 
 from kvpd._kvpd import EngineDescription, EngineFacts, Region
 from kvpd.vllm.formats import (
@@ -27,6 +29,7 @@ from kvpd.vllm.versions import public_release
 
 # Specs whose page is K and V of every token, one slot per token; MLA and state caches are not.
 _PLAIN_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
+_UNQUANTISED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _TORCH_NAME = "torch."
 _IN_TREE = "vllm."
 
@@ -100,7 +103,6 @@ def describe(worker: Any, kv_caches: dict[str, torch.Tensor]) -> EngineDescripti
                 memory="dram" if is_host else "vram",
                 device=0 if is_host else worker.device_id,
             )
-    speculative = _get_speculative_compatibility_factors(config)
     hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
     facts = EngineFacts(
         model=model.model,
@@ -113,7 +115,7 @@ def describe(worker: Any, kv_caches: dict[str, torch.Tensor]) -> EngineDescripti
         backend=worker.backend_name,
         release=vllm_version,
         connector=f"nixl {NIXL_CONNECTOR_VERSION} {worker._TRANSFER_MODE}, "
-        f"hybrid manager {'on' if hybrid else 'off'}, speculative {speculative}",
+        f"hybrid manager {'on' if hybrid else 'off'}, speculative {_speculative(config)}",
         tp_size=worker.world_size,
         tp_rank=worker.tp_rank,
         num_kv_groups=len(worker.kv_cache_config.transfer_groups),
@@ -153,8 +155,42 @@ def _layer_cache(worker: Any, members: list[str], backend: Any, page_bytes: int)
         has_plain_content=is_plain,
         num_head_slots=getattr(spec, "num_head_slots", None),
         is_shuffled=_is_shuffled(backend),
-        identity=repr((public_release(vllm_version), [worker._layer_specs[m] for m in members])),
+        identity=repr(
+            (
+                public_release(vllm_version),
+                [worker._layer_specs[m] for m in members],
+                _hardware_factors(worker, spec),
+            )
+        ),
     )
+
+
+def _hardware_factors(worker: Any, spec: Any) -> tuple[str, ...]:
+    """What the hardware decides about a page's bytes, so that equal specs are not equal pages.
+
+    In vLLM 0.30 to 0.33: the CPU backend's tiles; which of the two 8-bit floats, and how scales of
+    an indexer's cache are encoded, where values are quantised.
+    """
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        config = worker.vllm_config
+        head_size = getattr(spec, "head_size", None)
+        dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
+        return ("cpu", _get_attn_isa(dtype, worker.block_size, head_size, cache_dtype))
+    if getattr(spec, "dtype", None) in _UNQUANTISED:
+        return ()
+    capability = current_platform.get_device_capability()
+    return (current_platform.device_name, str(current_platform.fp8_dtype()), str(capability))
+
+
+def _speculative(config: Any) -> str:
+    """Stock's factors of a draft model, short enough to be published whatever it is called."""
+    factors = _get_speculative_compatibility_factors(config)
+    if factors is None:
+        return "none"
+    digest = hashlib.sha256(repr(sorted(factors.items())).encode()).hexdigest()
+    return f"{factors['method']} {str(factors['model'])[-64:]} {digest[:16]}"
 
 
 def _is_shuffled(backend: Any) -> bool:
