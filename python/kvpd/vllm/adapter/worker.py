@@ -193,7 +193,7 @@ class KvpdWorker(NixlPullConnectorWorker):
         remote_request_id: str,
         **rest: Any,
     ) -> bool:
-        """Start one request: late ones fail, the link's peers go there, others as stock."""
+        """Start a request; late and second ones fail, those of the link's peers go to the link."""
         link = self._linked()
         has_blocks = any(len(group) > 0 for group in read_spec.local_block_ids)
         published = self._published_expiry(request_id, dst_engine_id)
@@ -224,9 +224,8 @@ class KvpdWorker(NixlPullConnectorWorker):
                     **rest,
                 )
             )
-            if not has_blocks or not is_posted:
-                # Nothing to read: the notice was all.
-                self._readers.end(request_id, is_released=not has_blocks)
+            if not is_posted:
+                self._readers.end(request_id, is_released=False)
             return is_posted
         # The link's peers have one KV group, as we have.
         (local_ids,), (remote_ids,) = self._apply_prefix_caching(
