@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvpd.cli.demo.scenario import Scenario
+from kvpd.cli.demo.scenario import ELEMENT_BYTES, Scenario
 from kvpd.errors import KvpdError
 
 EPILOG = """\
@@ -39,9 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--dtype",
-        choices=("bfloat16", "float16"),
+        choices=sorted(ELEMENT_BYTES),
         default=default.dtype,
-        help="element type of both caches (default: %(default)s)",
+        help="element type of both caches; one that is not converted shows the refusal "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--placement",
