@@ -19,10 +19,11 @@ from kvpd.cli.demo.scenario import DECODE_POISON
 from kvpd.convert import prepare
 from kvpd.errors import ConversionError, DirectError, TransferError
 from kvpd.request import Ready
-from tests.direct.decoder import Maker, eventually, unmapped
+from tests.direct.decoder import Maker, unmapped
 from tests.direct.fake_driver import UUIDS, FakeDriver
 from tests.direct.prefill import Prefill
 from tests.receive_bench import SCENARIO, A, B, C
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.direct.receive_fixtures",)
 

@@ -13,9 +13,10 @@ pytest.importorskip("nixl")
 
 from kvpd.errors import ConversionError, DirectError, PlanError, TransferError
 from kvpd.request import Failed, Ready
-from tests.direct.decoder import Maker, eventually, unmapped
+from tests.direct.decoder import Maker, unmapped
 from tests.direct.prefill import Prefill
 from tests.receive_bench import SCENARIO, A, B, C, blocks_of, failure
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.direct.receive_fixtures",)
 

@@ -6,7 +6,6 @@ the caches must hold comes from the demo's oracle.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ from tests.direct.fake_driver import FakeDriver
 from tests.direct.prefill import Prefill
 from tests.fake_agent import FakeHoldingAgent, FakeHoldingQueue
 from tests.receive_bench import SCENARIO
+from tests.waiting import eventually
 
 
 class FakeGpuAgent(FakeHoldingAgent):
@@ -77,16 +77,6 @@ class Decoder:
         ids = {name: ids for name, ids in SCENARIO.decode_ids().items() if name in ready}
         comparison = compare(self.cache.tensor.numpy(), SCENARIO, ids)
         assert comparison.holds, comparison.first_wrong
-
-
-def eventually(holds: Callable[[], Any]) -> bool:
-    """Whether it holds within some seconds."""
-    give_up_at = time.monotonic() + 30
-    while not holds():
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def standard_cache() -> tuple[torch.Tensor, EngineDescription]:

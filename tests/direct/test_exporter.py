@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
@@ -37,6 +37,7 @@ from kvpd.direct.channel import (
 from kvpd.direct.part import RUNTIME
 from kvpd.direct.server import OfferServer
 from tests.direct.fake_driver import UUIDS, FakeDriver
+from tests.waiting import eventually
 
 REQUEST_MESSAGE = encode(Request(UUIDS[1]))
 SECRET = bytes(range(64))
@@ -76,15 +77,6 @@ def served(endpoint: str) -> bool:
     connected, answer = ask(endpoint)
     connected.close()
     return isinstance(answer, Granted)
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    give_up_at = time.monotonic() + 10
-    while not holds():
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def test_the_part_says_who_and_where_and_no_secret(exporter: Exporter, driver: FakeDriver) -> None:

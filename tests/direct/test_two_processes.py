@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +22,7 @@ from tests.convert.slot_writer import write_page
 from tests.direct.fake_driver import UUIDS, FakeDriver
 from tests.direct.prefill import STANDARD, Prefill, Shape, running
 from tests.oracle.pages import Spec
+from tests.waiting import eventually
 
 SHAPE = Shape()
 SHUFFLED = Spec("aiter-shuffle", "tiled", 4, 16, 64, "bfloat16")
@@ -41,16 +42,6 @@ def map_it(prefill: Prefill, driver: FakeDriver | None = None, **changes: Any) -
     arguments["regions"] = handshake.description.regions
     arguments["driver"] = FakeDriver() if driver is None else driver
     return map_peer(**{**arguments, **changes})
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether it holds within a few seconds: the other process needs a moment to notice."""
-    give_up_at = time.monotonic() + 10
-    while not holds():
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def own_cache(spec: Spec, layers: int, blocks: int = 12) -> Cache:

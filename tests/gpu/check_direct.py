@@ -26,6 +26,7 @@ from kvpd.direct.driver import BLOCK_BYTES, load_driver
 from tests.direct.cuda_decoder import CudaDecoder
 from tests.direct.cuda_prefill import CudaShape
 from tests.direct.prefill import Prefill, running
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.gpu
 
@@ -58,15 +59,6 @@ def source_of(mapping: Mapping, shape: CudaShape = SHAPE) -> Pages:
 def permuted(seed: int, num_blocks: int = SHAPE.blocks) -> torch.Tensor:
     ids = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
     return torch.from_numpy(ids).to(OURS)
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    give_up_at = time.monotonic() + 20
-    while not holds():
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.mark.parametrize("tuning", [DIRECT, OUT_OF_PLACE], ids=["direct", "one program a page"])
