@@ -338,6 +338,16 @@ def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert words[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bench", ["convert", "transfer"])
+def test_without_a_gpu_nothing_is_measured(
+    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the host's memory in its place, nor a status that says that pages are wrong."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["bench", bench]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
 def test_traces_are_what_an_engine_can_have() -> None:
     """The shipped traces: pairs of distinct blocks inside the pools they were recorded in."""
     assert TRACES

@@ -134,6 +134,14 @@ class Conversion(ABC):
             check_id_values(self, source_ids.numpy(), target_ids.numpy())
 
 
+def without_padding(
+    source_ids: torch.Tensor, target_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids, int64, of the pairs that are converted."""
+    kept = (source_ids >= 0) & (target_ids >= 0)
+    return source_ids[kept].long(), target_ids[kept].long()
+
+
 def check_id_values(
     conversion: Conversion,
     source_ids: NDArray[np.signedinteger],

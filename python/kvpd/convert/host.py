@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvpd._kvpd import Permutation
 from kvpd.convert.components import match_components
-from kvpd.convert.conversion import Conversion
+from kvpd.convert.conversion import Conversion, without_padding
 from kvpd.convert.pages import Pages
 from kvpd.errors import ConversionError
 
@@ -35,11 +35,9 @@ class HostConversion(Conversion):
         ]
 
     def _run(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-        kept = (source_ids >= 0) & (target_ids >= 0)
-        rows_in = source_ids[kept].long().numpy()
-        rows_out = target_ids[kept].long().numpy()
+        rows_in, rows_out = without_padding(source_ids, target_ids)
         for source, target in self._layers:
-            self._permutation.convert(source, target, rows_in, rows_out)
+            self._permutation.convert(source, target, rows_in.numpy(), rows_out.numpy())
 
 
 def _arrays(pieces: tuple[torch.Tensor, ...]) -> list[NDArray[np.uint8]]:

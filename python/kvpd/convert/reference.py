@@ -12,7 +12,7 @@ from math import gcd
 import torch
 
 from kvpd.convert.components import Placed, match_components
-from kvpd.convert.conversion import Conversion
+from kvpd.convert.conversion import Conversion, without_padding
 from kvpd.convert.pages import Pages
 
 # Bit patterns are moved, as integers of the widest kind that every element and offset is made of.
@@ -30,9 +30,7 @@ class ReferenceConversion(Conversion):
         self._unit_bytes = gcd(4, *page_bytes, *(n for p in placed for n in _all_bytes(p)))
 
     def _run(self, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-        kept = (source_ids >= 0) & (target_ids >= 0)
-        rows_in = source_ids[kept].long()
-        rows_out = target_ids[kept].long()
+        rows_in, rows_out = without_padding(source_ids, target_ids)
         for source, target in zip(self.source.layers, self.target.layers, strict=True):
             raw = _gathered(source, rows_in)
             # Read as well, so that padding is written back as it was.
