@@ -1,4 +1,4 @@
-"""Stock's pull worker and scheduler, with kvpd's decisions at their seams.
+"""Stock's pull worker, with kvpd's decisions at its seams.
 
 The seams, the same in vLLM 0.30 to 0.33: ``add_remote_agent`` is called before anything of a peer
 is registered; ``_read_blocks`` starts one request's READ from one rank; ``_pop_done_transfers``
@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
-    NixlPullConnectorScheduler,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
     NixlPullConnectorWorker,
 )
@@ -44,22 +41,6 @@ from kvpd.wire import Handshake, encode_tag
 
 # vLLM configures handlers for its own loggers only.
 logger = logging.getLogger("vllm.kvpd")
-
-
-class KvpdScheduler(NixlPullConnectorScheduler):
-    """Stock's scheduler; a prefill also publishes until when it keeps a request's blocks."""
-
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """As stock, with ``remote_blocks_expiry_time`` filled in."""
-        delayed, params = super().request_finished(request, block_ids)
-        if self.is_bidirectional_kv_xfer_enabled:
-            # There stock reads it as a date that heartbeats do not move, and declines live leases.
-            return delayed, params
-        if params is not None and params.get("remote_blocks_expiry_time") is None:
-            # In this process's clock, like the deadlines stock publishes in the other direction;
-            # a reader corrects it by the offset that the handshake measured.
-            params["remote_blocks_expiry_time"] = self._reqs_need_send.get(request.request_id)
-        return delayed, params
 
 
 class KvpdWorker(NixlPullConnectorWorker):
