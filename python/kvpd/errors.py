@@ -48,6 +48,10 @@ class WireError(KvpdError, ValueError):
     """Handshake bytes that are malformed, oversized, or contradict themselves."""
 
 
+class RequestError(KvpdError, ValueError):
+    """What one request brings is malformed, or does not fit the peer or the prompt it names."""
+
+
 class WireVersionError(WireError):
     """A handshake of another wire version; `got` and `expected` are the versions."""
 

@@ -242,7 +242,8 @@ class Agent:
         try:
             with self._calling("post"):
                 self._note(transfer, self._native.transfer(handle))
-        except TransferError as error:
+        except Exception as error:
+            # Whatever it is: without its handle nobody could ever tell when this READ ends.
             transfer.state, transfer.error = "failed", str(error)
         return transfer
 

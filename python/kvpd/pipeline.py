@@ -73,7 +73,8 @@ class Pipeline:
         else:
             try:
                 chunk.transfer = request.peer.read(self._agent, request.plan, chunk)
-            except KvpdError as error:
+            except Exception as error:
+                # Nothing was posted: a READ that was comes back as a transfer, whatever happened.
                 self.fail(request, "read-failed", str(error))
         request.post_seconds += time.perf_counter() - began
 
@@ -130,10 +131,11 @@ class Pipeline:
             chunk.completion = self._queue.submit(
                 chunk.conversion, chunk.source_ids, chunk.target_ids
             )
-        except KvpdError as error:
+        except Exception as error:
+            # Nothing of it runs any more: `submit` has waited for what it had launched.
             request.failure = None
             self.fail(request, "conversion-failed", str(error))
-            if error.code == "device-failed":
+            if isinstance(error, KvpdError) and error.code == "device-failed":
                 request.peer.lose(f"a conversion may still run: {error}")
             return
         request.failure = None

@@ -354,6 +354,18 @@ class Receiver:
         return outcomes
 
     def _advance(self, request: Request) -> None:
+        """Move a request on; an exception ends it, and no other one.
+
+        One that cannot even be ended keeps its blocks: it may still be written.
+        """
+        try:
+            self._move(request)
+        except Exception as error:
+            if request.failure is None:
+                logger.error("%s: %s", request.request_id, error, exc_info=True)
+            self._pipeline.fail(request, "internal-error", f"{type(error).__name__}: {error}")
+
+    def _move(self, request: Request) -> None:
         """Move a request on, without slots, and collect its outcome if it has ended."""
         self._pipeline.check_deadline(request)
         while request.waiting and self._pipeline.can_begin(request.waiting[0]):

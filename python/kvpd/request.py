@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from kvpd.peer import Peer
 
 FailureCode = Literal[
-    "aborted", "conversion-failed", "deadline-passed", "peer-removed", "read-failed"
+    "aborted",
+    "conversion-failed",
+    "deadline-passed",
+    "internal-error",
+    "peer-removed",
+    "read-failed",
 ]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from kvpd.convert import registered_pairs
-from kvpd.errors import DirectError, KvpdError, RefusedError
+from kvpd.errors import DirectError, KvpdError, RefusedError, TransferError
 from kvpd.nixl import Agent
 from kvpd.peer import Peer
 from kvpd.receive import BlockIds, Receiver
@@ -181,6 +181,13 @@ class Link:
         """The peer keeps a request's blocks for longer; of requests that are not ours, nothing."""
         if self._receiver is not None:
             self._receiver.extend(request_id, deadline)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early, if it is live; its outcome comes once nothing writes its blocks."""
+        if self._receiver is not None:
+            # One that is not live, or has its outcome already, has nothing to be ended.
+            with suppress(TransferError):
+                self._receiver.abort(request_id)
 
     def poll(self) -> list[Outcome]:
         """Outcomes since the last call; a request is live until it has been among them."""

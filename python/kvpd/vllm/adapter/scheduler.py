@@ -1,25 +1,268 @@
-"""Stock's pull scheduler, with what kvpd adds to the parameters of requests."""
+"""Stock's pull scheduler; what a request brings is proved before anything is done by it.
+
+Every method here is called for one request by vLLM's scheduler, where an exception ends the engine.
+So each ends that request instead: it is parked, as one whose blocks are awaited, and the workers
+report that they did not come.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
 
+from kvpd.errors import RequestError
+from kvpd.vllm.adapter.listener import serve_handshakes
+from kvpd.vllm.pairing import Wanted
+from kvpd.vllm.prompt import Media, digest
+from kvpd.vllm.reference import Proof, Reference, Refusal, publish, referred
+
+# vLLM configures handlers for its own loggers only.
+logger = logging.getLogger("vllm.kvpd")
+
+
+@dataclass
+class Asked:
+    """A request that asks for blocks of a peer.
+
+    Attributes:
+        what: what it refers to, or why it is refused.
+        num_computed_tokens: leading tokens that are here already, as last asked for.
+        wanted: which blocks wait for the peer's; None until they are allocated.
+    """
+
+    what: Reference | Refusal
+    num_computed_tokens: int = 0
+    wanted: Wanted | None = None
+
 
 class KvpdScheduler(NixlPullConnectorScheduler):
-    """Stock's scheduler; a prefill also publishes until when it keeps a request's blocks."""
+    """Stock's scheduler. A request's parameters are read once, here, and what is bad is refused.
+
+    Finished requests carry until when their blocks are kept, and a proof of their prompt.
+    """
+
+    _nixl_handshake_listener = staticmethod(serve_handshakes)
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._asked: dict[str, Asked] = {}
+        # To be failed by the workers, with the blocks that wait for nothing.
+        self._refused: dict[str, tuple[Refusal, Sequence[Sequence[int]] | None]] = {}
+
+    def on_new_request(self, request: Any) -> None:
+        """As stock, for a request whose parameters are as they have to be."""
+        with self._alone(request):
+            reference = referred(
+                request.kv_transfer_params,
+                reads_while_prefilling=self.is_bidirectional_kv_xfer_enabled,
+            )
+            if reference is not None:
+                self._check_prompt(request, reference)
+            super().on_new_request(request)
+            if reference is not None:
+                self._asked[request.request_id] = Asked(reference)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As stock, but no more tokens than the peer computed.
+
+        A refused request is told to wait for all of its prompt: only one that waits can fail.
+        """
+        asked = self._asked.get(request.request_id)
+        if asked is None:
+            return 0, False
+        count = 0
+        with self._alone(request):
+            asked.num_computed_tokens = num_computed_tokens
+            if isinstance(asked.what, Reference):
+                stock, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+                count = self._num_usable_tokens(asked.what, stock, num_computed_tokens)
+        if isinstance(self._asked[request.request_id].what, Refusal):
+            count = int(request.num_prompt_tokens) - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """As stock, with the positions of the blocks that wait."""
+        name = request.request_id
+        with self._alone(request):
+            asked = self._asked.get(name)
+            if asked is None or isinstance(asked.what, Reference):
+                super().update_state_after_alloc(request, blocks, num_external_tokens)
+            if asked is not None and name in self._reqs_need_recv:
+                waiting = self._reqs_need_recv[name][1]
+                asked.wanted = Wanted(
+                    tuple(tuple(group) for group in waiting),
+                    self._first_blocks(blocks, waiting),
+                    num_tokens=asked.num_computed_tokens + num_external_tokens,
+                )
+        asked = self._asked.get(name)
+        if asked is not None and isinstance(asked.what, Refusal):
+            # Once: a request that is recomputed comes here again.
+            del self._asked[name]
+            self._reqs_need_recv.pop(name, None)
+            unread = None
+            if num_external_tokens > 0:
+                unread = self.get_exchange_clipped_blocks(
+                    blocks.get_unhashed_block_ids_all_groups()
+                )
+            self._refused[name] = asked.what, unread
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As stock, with what was found out about the requests that are read."""
+        meta = super().build_connector_meta(scheduler_output)
+        for name, request in meta.reqs_to_recv.items():
+            asked = self._asked.pop(name, None)
+            request.kvpd = None if asked is None else (asked.what, asked.wanted)
+        meta.kvpd_refused, self._refused = self._refused, {}
+        return meta
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """As stock, with ``remote_blocks_expiry_time`` filled in."""
-        delayed, params = super().request_finished(request, block_ids)
-        if self.is_bidirectional_kv_xfer_enabled:
-            # There stock reads it as a date that heartbeats do not move, and declines live leases.
-            return delayed, params
-        if params is not None and params.get("remote_blocks_expiry_time") is None:
-            # In this process's clock, like the deadlines stock publishes in the other direction;
-            # a reader corrects it by the offset that the handshake measured.
-            params["remote_blocks_expiry_time"] = self._reqs_need_send.get(request.request_id)
-        return delayed, params
+        """As stock, with ``remote_blocks_expiry_time`` filled in, and our proof of the prompt."""
+        name = request.request_id
+        is_delayed: bool = False
+        params: dict[str, Any] | None = None
+        with self._alone(request):
+            if not self._is_refused(name):
+                # Nothing that a refused request names may be told anything.
+                is_delayed, params = super().request_finished(request, block_ids)
+            if params is not None:
+                publish(params, _proof(request, params))
+                if (
+                    # There stock reads it as a date that heartbeats do not move, and declines live
+                    # leases.
+                    not self.is_bidirectional_kv_xfer_enabled
+                    and params.get("remote_blocks_expiry_time") is None
+                ):
+                    # In this process's clock, like the deadlines stock publishes in the other
+                    # direction; a reader corrects it by the offset that the handshake measured.
+                    params["remote_blocks_expiry_time"] = self._reqs_need_send.get(name)
+        if self._is_refused(name) or name not in self._reqs_need_recv:
+            self._asked.pop(name, None)
+        if not is_delayed:
+            # A lease of blocks that are freed now would be ended for a request nobody knows.
+            self._reqs_need_send.pop(name, None)
+        return is_delayed, params
+
+    @contextmanager
+    def _alone(self, request: Any) -> Iterator[None]:
+        """Let an exception end this request, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            logger.debug("%s", request.request_id, exc_info=True)
+            if not isinstance(request.kv_transfer_params, dict):
+                # vLLM's scheduler goes on to look things up in it.
+                request.kv_transfer_params = {}
+            request.kv_transfer_params["do_remote_prefill"] = False
+            self._stop_heartbeat(request.request_id)
+            self._asked[request.request_id] = Asked(Refusal.of(error))
+
+    def _is_refused(self, name: str) -> bool:
+        asked = self._asked.get(name)
+        return asked is not None and isinstance(asked.what, Refusal)
+
+    def _check_prompt(self, request: Any, reference: Reference) -> None:
+        """Raise `RequestError` if the blocks were computed from another prompt than this one."""
+        proof = reference.proof
+        if proof is None or proof.prompt is None:
+            return
+        have = request.num_tokens
+        if have < proof.num_tokens:
+            raise RequestError(
+                f"kv_transfer_params are of a prefill of {proof.num_tokens} tokens, this request "
+                f"has {have}; give every request the kv_transfer_params of its own prefill",
+                code="prompt-differs",
+                field="prompt",
+                got=f"{have} tokens",
+                expected=f"{proof.num_tokens} tokens or more",
+            )
+        ours = _digest(request, proof.num_tokens)
+        if ours is not None and ours != proof.prompt:
+            raise RequestError(
+                f"kv_transfer_params are of another prompt: the first {proof.num_tokens} tokens, "
+                "their images and other media, or the LoRA adapter differ; give every request the "
+                "kv_transfer_params of its own prefill, and load the model under one name on both "
+                "sides where requests have media",
+                code="prompt-differs",
+                field="prompt",
+                got=ours,
+                expected=proof.prompt,
+            )
+
+    def _num_usable_tokens(self, reference: Reference, count: int, num_computed: int) -> int:
+        """Of `count` tokens that stock would wait for, those that the peer has computed.
+
+        Raises:
+            RequestError: the model keeps a running state, which is that after another token.
+        """
+        has = reference.num_usable_tokens
+        if self._has_mamba and count > 0 and has != num_computed + count:
+            raise RequestError(
+                f"kv_transfer_params.remote_num_tokens is {has}; the state of this model is that "
+                f"after its last token, which has to be token {num_computed + count}; give every "
+                "request the kv_transfer_params of its own prefill",
+                code="remote-tokens",
+                field="kv_transfer_params.remote_num_tokens",
+                got=has,
+                expected=num_computed + count,
+            )
+        return min(count, has - num_computed)
+
+    def _first_blocks(self, blocks: Any, waiting: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """For each KV group, at which position of the sequence its waiting blocks begin."""
+        if self._has_mamba or not waiting:
+            return ()
+        held = self.kv_cache_config.select_transfer_block_ids(
+            [[block.block_id for block in group] for group in blocks.blocks]
+        )
+        found = []
+        for ids, group in zip(held, waiting, strict=True):
+            first = ids.index(group[0]) if group else len(ids)
+            if list(group) != ids[first : first + len(group)]:
+                raise RequestError(
+                    "the blocks that wait do not follow each other in the sequence",
+                    code="positions-unknown",
+                    field="local_block_ids",
+                    got=list(group)[:16],
+                    expected=ids[first : first + 16],
+                )
+            found.append(first)
+        return tuple(found)
+
+
+def _proof(request: Any, params: dict[str, Any]) -> Proof:
+    """What this engine proves about the blocks of a finished request.
+
+    Of a prefill the prompt only: what it sampled is not what a decoder's request goes on with. Of a
+    decoder all that it computed, which the next turn's prompt repeats.
+    """
+    is_prefill = params["do_remote_prefill"]
+    have = request.num_prompt_tokens if is_prefill else max(0, request.num_tokens - 1)
+    covered = min(int(params["remote_num_tokens"]), int(have))
+    return Proof(covered, _digest(request, covered))
+
+
+def _digest(request: Any, num_tokens: int) -> str | None:
+    """Digest of a request's first tokens; None where what they stand for is not known."""
+    if request.prompt_embeds is not None:
+        return None
+    media = []
+    for feature in request.mm_features:
+        place = feature.mm_position
+        if place.offset < num_tokens:
+            content = feature.mm_hash or feature.identifier
+            if re.search(rf"-{re.escape(feature.modality)}-\d+$", content):
+                # With its caches off vLLM names media by the request, not by what is in them.
+                content = ""
+            media.append(Media(feature.modality, content, place.offset, place.length))
+    adapter = "" if request.lora_request is None else request.lora_request.lora_name
+    return digest(request.all_token_ids[:num_tokens], media, adapter)

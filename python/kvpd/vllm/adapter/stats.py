@@ -24,10 +24,11 @@ BYTES = "kvpd_bytes_converted"
 UNTAGGED = "kvpd_untagged_peers"
 REFUSALS = "kvpd_refusals"
 PLACEMENTS = "kvpd_requests"
+FAILURES = "kvpd_failed_requests"
 SLAB_USE = "kvpd_slab_use"
 _LISTS = (
     *(READ_SECONDS, CONVERT_SECONDS, QUEUED_SECONDS, PLACEMENTS, PAGES, BYTES),
-    *(UNTAGGED, REFUSALS, SLAB_USE),
+    *(UNTAGGED, REFUSALS, FAILURES, SLAB_USE),
 )
 
 _BUCKETS = [
@@ -64,6 +65,10 @@ class KvpdStats(NixlKVConnectorStats):
     def record_refusal(self, codes: Sequence[str]) -> None:
         """A handshake was refused, for these reasons."""
         self.data[REFUSALS].extend(codes)
+
+    def record_failed_request(self, code: str) -> None:
+        """One request was ended, for this reason."""
+        self.data[FAILURES].append(code)
 
     def record_untagged_peer(self) -> None:
         """A peer without a tag was accepted."""
@@ -139,6 +144,7 @@ class KvpdPromMetrics(NixlPromMetrics):
         }
         self._named = {
             REFUSALS: counter(REFUSALS, "Reasons for which handshakes were refused.", ("reason",)),
+            FAILURES: counter(FAILURES, "Requests that were ended alone, by reason.", ("reason",)),
             PLACEMENTS: counter(
                 PLACEMENTS, "Requests whose pages kvpd brought, by placement.", ("placement",)
             ),

@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
-    NixlPullConnectorWorker,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
 
 from kvpd._kvpd import EngineDescription, negotiate
 from kvpd.direct import DirectPart, Exporter
 from kvpd.errors import DirectError, KvpdError
 from kvpd.nixl import Agent
-from kvpd.request import Failed, Ready
+from kvpd.request import Failed, Outcome
 from kvpd.vllm.adapter.description import describe, stock_knows_pages
 from kvpd.vllm.adapter.handshake import (
     TaggedAgentMetadata,
@@ -30,6 +27,7 @@ from kvpd.vllm.adapter.handshake import (
     received_digest,
 )
 from kvpd.vllm.adapter.limits import config_error
+from kvpd.vllm.adapter.proving import ProvingWorker
 from kvpd.vllm.adapter.stats import KvpdStats
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.converters import register_converters
@@ -43,7 +41,7 @@ from kvpd.wire import Handshake, encode_tag
 logger = logging.getLogger("vllm.kvpd")
 
 
-class KvpdWorker(NixlPullConnectorWorker):
+class KvpdWorker(ProvingWorker):
     """Stock's pull worker; peers are judged first, and peers of another format are converted."""
 
     enforce_compat_hash: bool
@@ -193,8 +191,6 @@ class KvpdWorker(NixlPullConnectorWorker):
             )
             self._expire(request_id)
             return False
-        if published is not None and has_blocks:
-            self._leased[request_id] = (remote_request_id, published)
         if not has_blocks or not link.serves(dst_engine_id):
             is_posted = bool(
                 super()._read_blocks(
@@ -206,16 +202,10 @@ class KvpdWorker(NixlPullConnectorWorker):
                 )
             )
             if not is_posted:
-                self._readers.end(request_id, is_released=False)
-            return is_posted
-        # The link's peers have one KV group, as we have.
-        (local_ids,), (remote_ids,) = self._apply_prefix_caching(
-            decode_block_ids=read_spec.local_block_ids,
-            prefill_block_ids=read_spec.remote_block_ids,
-            decode_physical_per_logical=1,
-            prefill_physical_per_logical=1,
-        )
-        try:
+                self._let_go(request_id)
+        else:
+            # The link's peers have one KV group, as we have, and `_prove` has paired the blocks.
+            (local_ids,), (remote_ids,) = read_spec.local_block_ids, read_spec.remote_block_ids
             link.start(
                 request_id,
                 dst_engine_id,
@@ -224,48 +214,67 @@ class KvpdWorker(NixlPullConnectorWorker):
                 notice=f"{remote_request_id}:{rest['expected_consumers']}".encode(),
                 deadline=deadline,
             )
-        except KvpdError as error:
-            self._log_failure("transfer_setup_failed", request_id, error=error)
-            self._handle_failed_transfer(request_id, None, self._recv_failures)
-            self._readers.end(request_id, is_released=False)
-            return False
-        if link.slab_use is not None:
-            self.xfer_stats.record_slab_use(link.slab_use)
-        return True
+            is_posted = True
+            if link.slab_use is not None:
+                self.xfer_stats.record_slab_use(link.slab_use)
+        if is_posted and published is not None and has_blocks:
+            self._leased[request_id] = (remote_request_id, published)
+        return is_posted
+
+    def _let_go(self, req_id: str) -> None:
+        """Nothing is read for this request any more; others may read what it named."""
+        self._leased.pop(req_id, None)
+        self._readers.end(req_id, is_released=False)
+        if self._link is not None:
+            self._link.abort(req_id)
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         """As stock, but a converted request is in flight until the link has its outcome."""
         link = self._linked()
-        # Before this step's outcomes: stock still looks up the engine of a request that is done.
-        for engine_id in link.disconnected():
-            # One whose handshake has not ended yet comes up again.
-            if engine_id in self._remote_agents:
-                self._cleanup_remote_engine(engine_id, log_eviction=False)
-        outcomes = link.poll()
+        outcomes: list[Outcome] = []
+        with self._going_on():
+            # Before this step's outcomes: stock still looks up the engine of a request that is
+            # done.
+            for engine_id in link.disconnected():
+                # One whose handshake has not ended yet comes up again.
+                if engine_id in self._remote_agents:
+                    self._cleanup_remote_engine(engine_id, log_eviction=False)
+            outcomes = link.poll()
         held = {name: transfers.pop(name) for name in list(transfers) if link.is_live(name)}
         done, failed = super()._pop_done_transfers(transfers)
         transfers.update(held)
-        now = time.perf_counter()
         for outcome in outcomes:
-            self._leased.pop(outcome.request_id, None)
-            if isinstance(outcome, Failed):
-                logger.error("%s: %s: %s", outcome.request_id, outcome.code, outcome.reason)
-                self._handle_failed_transfer(outcome.request_id, None, failed)
-            elif isinstance(outcome, Ready):
-                self.xfer_stats.record_ready(outcome)
-                if outcome.notice_error:
-                    self.xfer_stats.record_failed_notification()
-        for name in done - {outcome.request_id for outcome in outcomes}:
-            lease = self._leased.pop(name, None)
-            deadline = None if lease is None else self._leases.deadline(*lease)
-            if deadline is not None and now >= deadline and name not in failed:
-                logger.warning("%s: its lease ran out before the read had ended", name)
-                self.xfer_stats.record_kv_expired_req()
-                failed.add(name)
+            with self._alone(outcome.request_id):
+                self._take(outcome, failed)
+        came = {outcome.request_id for outcome in outcomes}
         for name in done:
-            # Of a failed read no notice was sent, so that it may be asked for again.
-            self._readers.end(name, is_released=name not in failed)
+            with self._alone(name):
+                if name not in came and name not in failed and self._is_late(name):
+                    failed.add(name)
+                # Of a failed read no notice was sent, so that it may be asked for again.
+                self._readers.end(name, is_released=name not in failed)
+                self._leased.pop(name, None)
         return done, failed
+
+    def _take(self, outcome: Outcome, failed: set[str]) -> None:
+        """Note how a request of the link's ended."""
+        if isinstance(outcome, Failed):
+            logger.error("%s: %s: %s", outcome.request_id, outcome.code, outcome.reason)
+            self._handle_failed_transfer(outcome.request_id, None, failed)
+        else:
+            self.xfer_stats.record_ready(outcome)
+            if outcome.notice_error:
+                self.xfer_stats.record_failed_notification()
+
+    def _is_late(self, name: str) -> bool:
+        """Whether a read of stock's ended after the peer could reuse its blocks; says so."""
+        lease = self._leased.get(name)
+        deadline = None if lease is None else self._leases.deadline(*lease)
+        if deadline is None or time.perf_counter() < deadline:
+            return False
+        logger.warning("%s: its lease ran out before the read had ended", name)
+        self.xfer_stats.record_kv_expired_req()
+        return True
 
     def _send_heartbeats(self, metadata: Any) -> None:
         """As stock; what was sent moves the deadlines we know."""
@@ -286,10 +295,11 @@ class KvpdWorker(NixlPullConnectorWorker):
             # Stock skips engines that shake hands, and swallows what cannot be sent.
             if agents and agents <= observer.agents:
                 self._leases.renew(info.req_ids, now)
-        for request_id, lease in self._leased.items():
-            deadline = self._leases.deadline(*lease)
-            if deadline is not None:
-                self._linked().extend(request_id, deadline)
+        for request_id, lease in list(self._leased.items()):
+            with self._alone(request_id):
+                deadline = self._leases.deadline(*lease)
+                if deadline is not None:
+                    self._linked().extend(request_id, deadline)
 
     def _cleanup_remote_engine(self, engine_id: str, **options: Any) -> None:
         """As stock; the link disconnects its own peers."""

@@ -1,0 +1,281 @@
+"""Stock's pull worker, which does for a request only what was proved, and ends it alone.
+
+A request names an engine, an address, ranks and blocks. All of them came through a client. They
+are compared with what the engine itself published before anything is sent or read for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlConnectorMetadata,
+    ReqMeta,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+from kvpd.errors import RequestError, TransferError
+from kvpd.vllm.pairing import Group, Wanted, check_ids, pair
+from kvpd.vllm.published import Published, decode_payload
+from kvpd.vllm.reference import Reference, Refusal
+from kvpd.vllm.sidechannel import Address, ask
+
+# vLLM configures handlers for its own loggers only.
+logger = logging.getLogger("vllm.kvpd")
+
+# As long as stock waits for an answer.
+_ASK_SECONDS = 5.0
+
+
+class ProvingWorker(NixlPullConnectorWorker):
+    """Stock's worker behind that door. Subclasses say what else a request holds (`_let_go`)."""
+
+    xfer_stats: Any
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Engines that publish a tag, so that their requests bring a proof.
+        self._tagged: set[str] = set()
+        # Where the handshake that runs for an engine was asked for.
+        self._shaking: dict[str, tuple[str, int, int]] = {}
+        # Requests for which an idle moment of their peer is waited for.
+        self._held: list[tuple[str, Any]] = []
+
+    def start_load_kv(self, metadata: Any) -> None:
+        """As stock, one request after the other."""
+        for name, (refusal, waiting) in metadata.kvpd_refused.items():
+            self._refuse(name, refusal, waiting)
+        held, self._held = self._held, []
+        for entry in held:
+            self._ready_requests.put(entry)
+        requests = metadata.reqs_to_recv
+        for name, meta in requests.items():
+            alone = NixlConnectorMetadata()
+            alone.reqs_to_recv = {name: meta}
+            with self._alone(name):
+                super().start_load_kv(alone)
+        metadata.reqs_to_recv = {}
+        super().start_load_kv(metadata)
+        metadata.reqs_to_recv = requests
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        """As stock, with blocks that are proved and paired by position."""
+        with self._alone(req_id):
+            engine_id = meta.remote.engine_id
+            if engine_id not in self._remote_agents:
+                self._background_nixl_handshake(req_id, engine_id, meta)
+            elif self._would_disturb(engine_id, meta):
+                self._held.append((req_id, meta))
+            else:
+                self._prove(meta)
+                super()._read_blocks_for_req(req_id, meta)
+
+    def _prove(self, meta: Any) -> None:
+        """Compare a request with its peer, and list the blocks that are read, in pairs.
+
+        Raises:
+            RequestError: the request fits neither the peer nor our cache.
+        """
+        reference, wanted = self._asked_for(meta)
+        engine_id = reference.engine_id
+        info = self.transfer_topo.get_engine_info(engine_id)
+        if reference.tp_size != info.remote_tp_size:
+            raise _wrong_tp_size(reference.tp_size, info.remote_tp_size)
+        check_ids(reference.block_ids, self._num_remote_blocks(engine_id))
+        meta.remote.block_ids = [list(ids) for ids in reference.block_ids]
+        if wanted is None or not wanted.first_blocks or self._is_mapped_by_region(engine_id):
+            # Nothing is read; or a state is, or latents in other groups, which stock pairs.
+            return
+        if engine_id in self._tagged and reference.proof is None:
+            raise RequestError(
+                "kv_transfer_params.kvpd is missing; the router has to pass on kv_transfer_params "
+                "as the peer returned them, with what it does not know",
+                code="proof-missing",
+                field="kv_transfer_params.kvpd",
+                got="nothing",
+                expected="what the peer returned",
+            )
+        pairs = [
+            pair(
+                _group(spec.kv_cache_spec),
+                local_ids,
+                first,
+                remote_ids,
+                num_tokens=wanted.num_tokens,
+                num_remote_tokens=reference.num_tokens,
+            )
+            for spec, local_ids, first, remote_ids in zip(
+                self.kv_cache_config.transfer_groups,
+                wanted.local_block_ids,
+                wanted.first_blocks,
+                reference.block_ids,
+                strict=True,
+            )
+        ]
+        meta.local_block_ids = tuple(local for local, _ in pairs)
+        meta.remote.block_ids = [remote for _, remote in pairs]
+        meta.local_physical_block_ids = self._logical_to_kernel_block_ids(
+            meta.local_block_ids, self._physical_blocks_per_logical_kv_block
+        )
+
+    def _asked_for(self, meta: Any) -> tuple[Reference, Wanted | None]:
+        """What our scheduler read from the request."""
+        found = getattr(meta, "kvpd", None)
+        if found is None:
+            raise RequestError("the request was not read by kvpd's scheduler", code="unproved")
+        reference, wanted = found
+        return reference, wanted
+
+    def _num_remote_blocks(self, engine_id: str) -> list[int]:
+        """For each of a peer's KV groups, how many blocks it has."""
+        info = self.transfer_topo.get_engine_info(engine_id)
+        kernel_blocks = info.remote_physical_blocks_per_logical
+        count = self.dst_num_blocks[engine_id]
+        groups = self.dst_region_group_ids.get(engine_id) or []
+        regions = self.dst_region_num_blocks.get(engine_id) or [count] * len(groups)
+        num_groups = len(self.kv_cache_config.transfer_groups)
+        if self._is_mapped_by_region(engine_id):
+            num_groups = 1 + max(groups)
+        return [
+            # -1: shared by all groups.
+            min([count, *(n for n, g in zip(regions, groups, strict=True) if g in (group, -1))])
+            // kernel_blocks
+            for group in range(num_groups)
+        ]
+
+    def _is_mapped_by_region(self, engine_id: str) -> bool:
+        remote = self.dst_region_group_ids.get(engine_id) or []
+        return bool(remote) and (self.region_group_ids or remote) != remote
+
+    def _would_disturb(self, engine_id: str, meta: Any) -> bool:
+        """Whether stock (0.33) would let go of a peer that others read from, at this one's word."""
+        known: dict[str, int] | None = getattr(self, "_remote_registration_generations", None)
+        if known is None or meta.remote.registration_generation <= known.get(engine_id, 0):
+            return False
+        return engine_id in self._engines_with_inflight_transfers()
+
+    # ------------------------------------------------------------------ handshakes
+
+    def _ensure_handshake(
+        self, engine_id: str, host: str, port: int, tp_size: int, *more: Any, **options: Any
+    ) -> Any:
+        """As stock; where a handshake that begins was asked for is remembered."""
+        with self._handshake_lock:
+            if engine_id not in self._handshake_futures and engine_id not in self._remote_agents:
+                self._shaking[engine_id] = (host, port, tp_size)
+            return super()._ensure_handshake(engine_id, host, port, tp_size, *more, **options)
+
+    def _background_nixl_handshake(self, req_id: str, remote_engine_id: str, meta: Any) -> None:
+        """As stock, but what a handshake at another address comes to says nothing of this one."""
+        asked_at = (meta.remote.host, meta.remote.port, meta.tp_size)
+        with self._handshake_lock:
+            running = self._handshake_futures.get(remote_engine_id)
+            is_another = self._shaking.get(remote_engine_id) != asked_at
+        if running is not None and is_another:
+            running.add_done_callback(lambda _: self._ready_requests.put((req_id, meta)))
+        else:
+            super()._background_nixl_handshake(req_id, remote_engine_id, meta)
+
+    def _nixl_handshake(
+        self, host: str, port: int, remote_tp_size: int, *more: Any, **options: Any
+    ) -> Any:
+        """As stock, but no rank is asked for that the engine may not have.
+
+        The listener of a stock engine ends at such a question, and with it every later handshake.
+        """
+        targets = self.transfer_topo.handshake_target_ranks(remote_tp_size)
+        if targets != [0]:
+            # Rank 0 always exists.
+            address = Address(host, port)
+            first = decode_payload(ask(address, 0, timeout_seconds=_ASK_SECONDS))
+            self._check_tp_size(first, remote_tp_size)
+        return super()._nixl_handshake(host, port, remote_tp_size, *more, **options)
+
+    def _check_tp_size(self, first: Published, tp_size: int) -> None:
+        """Prove by its rank 0 that an engine has so many ranks.
+
+        A stock engine does not say. With other ranks its blocks would have another length, unless
+        every rank holds the same.
+        """
+        handshake = first.handshake()
+        if handshake is not None:
+            has = handshake.description.facts.tp_size
+            if has != tp_size:
+                raise _wrong_tp_size(tp_size, has)
+            return
+        ours, theirs = self.block_len_per_layer, first.metadata.block_lens
+        is_proved = [n * self.world_size for n in ours] == [n * tp_size for n in theirs]
+        if not is_proved and tp_size != self.world_size:
+            raise RequestError(
+                f"kv_transfer_params.tp_size is {tp_size}; the peer does not say how many ranks "
+                f"it has, and its blocks are not those of {tp_size}; use one tensor-parallel size "
+                "on both sides, or load kvpd's connector on the peer",
+                code="tp-size",
+                field="kv_transfer_params.tp_size",
+                got=tp_size,
+                expected=self.world_size,
+            )
+
+    # ------------------------------------------------------------------ endings
+
+    @contextmanager
+    def _alone(self, req_id: str) -> Iterator[None]:
+        """Let an exception end this request, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            logger.debug("%s", req_id, exc_info=True)
+            self._fail(req_id, error)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Say an exception that is no request's. What was not done is tried in the next step."""
+        try:
+            yield
+        except Exception:
+            logger.exception("an error that does not end the engine")
+
+    def _fail(self, req_id: str, error: BaseException) -> None:
+        """End a request; it is reported once nothing can write its blocks any more."""
+        with self._going_on():
+            refusal = Refusal.of(error)
+            logger.error("%s: %s: %s", req_id, refusal.code, refusal.reason)
+            self.xfer_stats.record_failed_request(refusal.code)
+        with self._going_on():
+            self._let_go(req_id)
+        if req_id not in self._recving_metadata:
+            # Nothing is awaited: all that it needs is here.
+            return
+        if isinstance(error, TransferError):
+            self._handle_failed_transfer(req_id, None, self._recv_failures)
+        else:
+            self._recv_failures.add(req_id)
+
+    def _refuse(
+        self, req_id: str, refusal: Refusal, waiting: Sequence[Sequence[int]] | None
+    ) -> None:
+        """Report that what a refused request waits for did not come; nothing was begun for it."""
+        if waiting is not None:
+            self._recving_metadata[req_id] = ReqMeta(waiting, waiting, tp_size=1)
+        self._fail(req_id, RequestError(refusal.reason, code=refusal.code))
+
+    def _let_go(self, req_id: str) -> None:
+        """A request ends; idempotent."""
+
+
+def _group(spec: Any) -> Group:
+    return Group(spec.block_size, getattr(spec, "sliding_window", None))
+
+
+def _wrong_tp_size(got: int, expected: int) -> RequestError:
+    return RequestError(
+        f"kv_transfer_params.tp_size is {got}; the peer has {expected}; pass on "
+        "kv_transfer_params as the peer returned them",
+        code="tp-size",
+        field="kv_transfer_params.tp_size",
+        got=got,
+        expected=expected,
+    )
