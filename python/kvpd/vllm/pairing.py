@@ -119,9 +119,11 @@ def pair(
 def _needed(group: Group, num_tokens: int) -> tuple[int, int]:
     """Blocks that the token after the first `num_tokens` attends to, as a half-open interval."""
     end = -(-num_tokens // group.block_tokens)
-    if group.window_tokens is None:
-        return 0, end
-    return max(0, num_tokens - group.window_tokens + 1) // group.block_tokens, end
+    first_token = 0
+    if group.window_tokens is not None:
+        first_token = max(0, num_tokens - group.window_tokens + 1)
+    # A window of one token attends to none that was computed before.
+    return (first_token // group.block_tokens, end) if first_token < num_tokens else (end, end)
 
 
 def _error(got: str, expected: str) -> RequestError:

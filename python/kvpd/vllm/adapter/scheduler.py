@@ -205,6 +205,15 @@ class KvpdScheduler(NixlPullConnectorScheduler):
             RequestError: the model keeps a running state, which is that after another token.
         """
         has = reference.num_usable_tokens
+        if has > num_computed and not any(reference.block_ids):
+            raise RequestError(
+                f"kv_transfer_params.remote_block_ids names no blocks for {has} tokens; give every "
+                "request the kv_transfer_params of its own prefill, as they came",
+                code="remote-blocks",
+                field="kv_transfer_params.remote_block_ids",
+                got="0 blocks",
+                expected=f"those of {has} tokens",
+            )
         if self._has_mamba and count > 0 and has != num_computed + count:
             raise RequestError(
                 f"kv_transfer_params.remote_num_tokens is {has}; the state of this model is that "

@@ -118,6 +118,8 @@ class KvpdWorker(ProvingWorker):
         digests = Digests(str(self.compat_hash), received_digest(), self._enforces_digest)
         judgement = link.judge(meta, digests)
         peer = link.connect(judgement, meta.agent_metadata)
+        if judgement.handshake is not None:
+            self._tagged.add(engine_id)
         if peer is None:
             if judgement.handshake is not None:
                 # Equal bytes are proved; stock would only compare the names of layouts and
@@ -309,6 +311,7 @@ class KvpdWorker(ProvingWorker):
             # The link has released the rows and removed the agent, or will once nothing reads.
             self.dst_xfer_side_handles.pop(engine_id, None)
             self._remote_agents[engine_id] = {}
+        self._tagged.discard(engine_id)
         super()._cleanup_remote_engine(engine_id, **options)
 
     def shutdown(self) -> None:
