@@ -147,8 +147,13 @@ class Link:
                     return None
         else:
             return None
-        self._say(engine_id, logging.INFO, f"peer {engine_id}: {peer.explain()}")
         self._peers[engine_id] = peer
+        try:
+            self._say(engine_id, logging.INFO, f"peer {engine_id}: {peer.explain()}")
+        except BaseException:
+            # Else the receiver would know it for good, and refuse it as known already.
+            self.drop(engine_id)
+            raise
         return peer
 
     def serves(self, engine_id: str) -> bool:

@@ -232,7 +232,10 @@ class KvpdWorker(ProvingWorker):
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         """As stock, but a converted request is in flight until the link has its outcome."""
-        link = self._linked()
+        link = self._link
+        if link is None:
+            stock: tuple[set[str], set[str]] = super()._pop_done_transfers(transfers)
+            return stock
         outcomes: list[Outcome] = []
         with self._going_on():
             # Before this step's outcomes: stock still looks up the engine of a request that is
@@ -242,7 +245,13 @@ class KvpdWorker(ProvingWorker):
                 if engine_id in self._remote_agents:
                     self._cleanup_remote_engine(engine_id, log_eviction=False)
             outcomes = link.poll()
-        held = {name: transfers.pop(name) for name in list(transfers) if link.is_live(name)}
+        held = {}
+        for name in list(transfers):
+            is_live = True
+            with self._going_on():
+                is_live = link.is_live(name)
+            if is_live:
+                held[name] = transfers.pop(name)
         done, failed = super()._pop_done_transfers(transfers)
         transfers.update(held)
         for outcome in outcomes:
