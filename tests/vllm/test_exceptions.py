@@ -48,7 +48,7 @@ result = [item for item in result if item]
             id="staged",
             marks=pytest.mark.slow,
         ),
-        pytest.param("standard", {}, 25, id="identical", marks=pytest.mark.slow),
+        pytest.param("standard", {}, 25, id="identical"),
     ],
 )
 @pytest.mark.core
