@@ -114,7 +114,7 @@ def hand_over(pair: Pair, prompt: list[int]) -> tuple[list[int], str]:
 
 
 def test_the_watch_can_fail(model_of: Callable[[ModelShape], Path], tmp_path: Path) -> None:
-    """A function that raises where nothing holds it does end the engine."""
+    """Where nothing holds an exception, it does end the engine: in what holds all others."""
     sides = pair_options(
         model_of(SHAPE),
         "standard",
@@ -128,8 +128,8 @@ def test_the_watch_can_fail(model_of: Callable[[ModelShape], Path], tmp_path: Pa
             "evaluate",
             source="""
 from tests.vllm.raising import Raise
-from kvpd.vllm.adapter.worker import KvpdWorker
-Raise(KvpdWorker._pop_done_transfers)
+from kvpd.vllm.adapter.proving import ProvingWorker
+Raise(ProvingWorker._alone.__wrapped__)
 """,
         )
         (request,) = pair.prefill_only(prompts(1, blocks=2, block_size=BLOCK, seed=1))
