@@ -48,7 +48,13 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from kvpd.errors import KvpdError  # noqa: E402
-from kvpd.vllm.adapter.description import _layer_cache, describe, own_layout  # noqa: E402
+from kvpd.vllm.adapter import description  # noqa: E402
+from kvpd.vllm.adapter.description import (  # noqa: E402
+    _is_shuffled,
+    _layer_cache,
+    describe,
+    own_layout,
+)
 from kvpd.vllm.formats import PACKED, why_opaque  # noqa: E402
 from tests.oracle import pages  # noqa: E402
 from tests.vllm import geometry  # noqa: E402
@@ -196,13 +202,13 @@ def outcome_of(backend: Any, spec: Any, layout: str, model: torch.dtype) -> str:
     except REFUSALS:
         return "refused by vLLM"
     try:
-        description = describe(worker, caches)
+        described = describe(worker, caches)
     except KvpdError as error:
         return f"refused by kvpd ({error.code})"
-    (format,) = {region.format for region in description.regions}
+    (format,) = {region.format for region in described.regions}
     if format is None or format.family != "opaque":
         return "untagged" if format is None else str(format.family)
-    regions = [r for r in description.regions if geometry.LAYERS[0] in r.layers]
+    regions = [r for r in described.regions if geometry.LAYERS[0] in r.layers]
     page_bytes = sum(region.block_bytes for region in regions)
     why = why_opaque(_layer_cache(worker, [geometry.LAYERS[0]], backend, page_bytes), backend)
     return f"opaque ({why or 'rows'})"
@@ -213,7 +219,7 @@ def findings_of(backend: Any) -> dict[str, Any]:
     try:
         name = backend.get_name()
     except NotImplementedError:
-        return {"name": "", "layouts": None, "asks_for": [], "pages": {}}
+        return {"name": "", "layouts": None, "asks_for": [], "pages": {}, "shuffled": False}
     accepted = layouts_of(backend)
     layouts = accepted or [layout.name for layout in KVCacheLayout]
     blocks, heads = sizes_of(backend)
@@ -245,6 +251,7 @@ def findings_of(backend: Any) -> dict[str, Any]:
         "layouts": accepted,
         "asks_for": sorted(str(layout) for layout in chosen),
         "pages": pages_of,
+        "shuffled": _is_shuffled(backend),
     }
 
 
@@ -311,7 +318,7 @@ def written(backend: Any, layout: str) -> dict[str, Any]:
     tokens, head_size, dtype = blocks[0], heads[0], torch.bfloat16
     spec = spec_of(backend, "auto", dtype, tokens, head_size)
     caches, worker = geometry.cache_of(backend, spec, layout, dtype)
-    description = describe(worker, caches)
+    described = describe(worker, caches)
     implementation = backend.get_impl_cls()
     module = sys.modules[implementation.__module__]
     plain, tiled = StandInKernel(), StandInKernel(shuffles=True)
@@ -337,7 +344,7 @@ def written(backend: Any, layout: str) -> dict[str, Any]:
                 delattr(place, name)
             else:
                 setattr(place, name, old)
-    format = description.format
+    format = described.format
     family = "none" if format is None else format.family
     wrong = checked = 0
     if family in ("standard", "aiter-shuffle"):
@@ -351,7 +358,7 @@ def written(backend: Any, layout: str) -> dict[str, Any]:
         for name in caches:
             for block in range(geometry.NUM_BLOCKS):
                 checked += 1
-                wrong += geometry.page_of(description, name, block) != expected
+                wrong += geometry.page_of(described, name, block) != expected
     return {
         "kind": "written",
         "layout": layout,
@@ -361,6 +368,21 @@ def written(backend: Any, layout: str) -> dict[str, Any]:
         "pages": checked,
         "wrong_pages": wrong,
     }
+
+
+def factors_on(platform: str) -> list[list[str]]:
+    """What another platform's own class makes part of a quantised page, and of a plain one."""
+    cls = load(f"vllm.platforms.{platform}")
+    capability = DeviceCapability(9, 4)
+    with (
+        mock.patch.object(cls, "get_device_capability", lambda *a, **k: capability),
+        mock.patch.object(description, "current_platform", cls()),
+    ):
+        worker = SimpleNamespace()
+        return [
+            list(description._hardware_factors(worker, SimpleNamespace(dtype=dtype)))
+            for dtype in (torch.uint8, torch.bfloat16)
+        ]
 
 
 def load(path: str) -> Any:
@@ -395,6 +417,8 @@ def main() -> int:
                 if path in PACKED:
                     for layout in found["layouts"] or [layout.name for layout in KVCacheLayout]:
                         emit({"class": path, "variant": variant, **written(backend, layout)})
+    for name in ("cuda.CudaPlatformBase", "rocm.RocmPlatform", "xpu.XPUPlatform"):
+        emit({"kind": "platform", "platform": name, "factors": factors_on(name)})
     for case in geometry.cases():
         emit({"kind": "geometry", **geometry.run(case)})
     return 0

@@ -12,7 +12,7 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 # Vendors' packages, and vLLM's own package around compiled modules that no build for CPUs has.
 PACKAGES = (
@@ -23,8 +23,10 @@ PACKAGES = (
     "flashinfer",
     "quack",
     "torchvision",
+    "vllm._C_stable_libtorch",
     "vllm.third_party.deep_gemm",
     "vllm.vllm_flash_attn",
+    "vllm_xpu_kernels",
 )
 
 
@@ -59,7 +61,7 @@ class StandInModule(ModuleType):
     """In place of a module that is not here."""
 
     __version__ = "0.0.0"
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -124,6 +124,32 @@ def test_a_switch_that_moves_pages_is_known(
         assert users - unified == SWITCHED, release
 
 
+def test_who_heeds_the_switch(findings: dict[str, tuple[dict[str, Any], ...]]) -> None:
+    """Their names alone do not tell a stock peer how their pages look (`stock_knows_pages`)."""
+    for release, finding in of_kind(findings, "class"):
+        path, variant = finding["class"], finding["variant"]
+        heeds = path == AITER_FA or path.startswith("vllm.models.minimax_m3.")
+        is_on = variant.startswith("shuffle switch on")
+        is_unified = path == AITER_UNIFIED and variant.endswith("gfx1250")
+        assert finding["shuffled"] == (is_on and (heeds or is_unified)), (release, path, variant)
+
+
+def test_hardware_is_part_of_quantised_pages_on_every_platform(
+    findings: dict[str, tuple[dict[str, Any], ...]],
+) -> None:
+    floats = {
+        "cuda.CudaPlatformBase": "torch.float8_e4m3fn",
+        "rocm.RocmPlatform": "torch.float8_e4m3fnuz",  # gfx942
+        "xpu.XPUPlatform": "torch.float8_e4m3fn",
+    }
+    found = of_kind(findings, "platform")
+    assert len(found) == len(floats) * len(RELEASES)
+    for release, finding in found:
+        quantised, plain = finding["factors"]
+        assert plain == []
+        assert quantised[1] == floats[finding["platform"]], (release, finding)
+
+
 def test_quantised_pages_of_known_backends_are_opaque(
     findings: dict[str, tuple[dict[str, Any], ...]],
 ) -> None:

@@ -200,7 +200,12 @@ def _hardware_factors(worker: Any, spec: Any) -> tuple[str, ...]:
         config = worker.vllm_config
         head_size = getattr(spec, "head_size", None)
         dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
-        return ("cpu", _get_attn_isa(dtype, worker.block_size, head_size, cache_dtype))
+        try:
+            tiles = _get_attn_isa(dtype, worker.block_size, head_size, cache_dtype)
+        except NotImplementedError:
+            # Not the CPU backend's cache: DeepSeek V4 has its own, and no tiles.
+            tiles = ""
+        return ("cpu", tiles)
     if getattr(spec, "dtype", None) in _UNQUANTISED:
         return ()
     capability = current_platform.get_device_capability()
