@@ -190,6 +190,18 @@ def spec_of(backend: Any, name: str, model: torch.dtype, tokens: int, head_size:
     return backend.customize_spec(FullAttentionSpec(num_kv_heads=HEADS, **plain))
 
 
+def answers_of(backend: Any) -> Any:
+    """All that the outcomes follow from; a variant that moves none of it needs no second look."""
+    blocks, heads = sizes_of(backend)
+    specs = []
+    for name, model in dtypes_of(backend):
+        try:
+            specs.append(repr(spec_of(backend, name, model, blocks[0], heads[0])))
+        except REFUSALS:
+            specs.append("refused")
+    return layouts_of(backend), blocks, heads, dtypes_of(backend), specs, _is_shuffled(backend)
+
+
 def layouts_of(backend: Any) -> list[str] | None:
     layouts = backend.supported_kv_cache_layouts()
     return None if layouts is None else [layout.name for layout in layouts]
@@ -406,16 +418,17 @@ def main() -> int:
             emit({"kind": "missing", "class": path, "enum": names.get(path, [])})
             continue
         backend = load(path)
-        emitted: list[dict[str, Any]] = []
+        seen: list[Any] = []
         for variant, entered in VARIANTS.items():
             with entered():
-                found = findings_of(backend)
-                if found not in emitted:
-                    emitted.append(found)
+                answers = answers_of(backend)
+                if answers not in seen:
+                    seen.append(answers)
+                    found = findings_of(backend)
                     emit({"kind": "class", "class": path, "enum": names.get(path, []),
                           "variant": variant, **found})  # fmt: skip
                 if path in PACKED:
-                    for layout in found["layouts"] or [layout.name for layout in KVCacheLayout]:
+                    for layout in layouts_of(backend) or [each.name for each in KVCacheLayout]:
                         emit({"class": path, "variant": variant, **written(backend, layout)})
     for name in ("cuda.CudaPlatformBase", "rocm.RocmPlatform", "xpu.XPUPlatform"):
         emit({"kind": "platform", "platform": name, "factors": factors_on(name)})

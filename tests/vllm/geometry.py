@@ -35,13 +35,15 @@ from tests.vllm.backends import BACKENDS
 
 
 def plan_cache(config: Any, groups: list[KVCacheGroupSpec]) -> Any:
-    """vLLM's own plan; 0.33 keeps the function in another module."""
-    place = "vllm.v1.core.kv_cache_planning"
-    found = importlib.util.find_spec(place) is not None
-    module = importlib.import_module(place if found else "vllm.v1.core.kv_cache_utils")
+    """vLLM's own plan."""
+    module = importlib.import_module(PLANNING)
     return module.get_kv_cache_config_from_groups(config, groups, 1 << 30)
 
 
+# vLLM 0.33 keeps the function in a module of its own.
+PLANNING = "vllm.v1.core.kv_cache_planning"
+if importlib.util.find_spec(PLANNING) is None:
+    PLANNING = "vllm.v1.core.kv_cache_utils"
 LAYERS = ("model.layers.0.attn", "model.layers.2.attn", "model.layers.10.attn")
 NUM_BLOCKS = 7
 LOCAL_IDS, REMOTE_IDS = [4, 1, 6], [5, 2, 3]

@@ -12,7 +12,7 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 # Vendors' packages, and vLLM's own package around compiled modules that no build for CPUs has.
 PACKAGES = (
@@ -61,7 +61,10 @@ class StandInModule(ModuleType):
     """In place of a module that is not here."""
 
     __version__ = "0.0.0"
-    __path__: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
