@@ -359,6 +359,7 @@ def written(backend: Any, layout: str) -> dict[str, Any]:
     format = described.format
     family = "none" if format is None else format.family
     wrong = checked = 0
+    is_oracle = True
     if family in ("standard", "aiter-shuffle"):
         variant = "tiled"
         if family == "standard":
@@ -367,6 +368,7 @@ def written(backend: Any, layout: str) -> dict[str, Any]:
         expected = b"".join(
             part.tobytes() for part in pages.planes(page, *numbered(tokens, HEADS, head_size))
         )
+        is_oracle = format is not None and format.digest == pages.digest(page)
         for name in caches:
             for block in range(geometry.NUM_BLOCKS):
                 checked += 1
@@ -379,6 +381,7 @@ def written(backend: Any, layout: str) -> dict[str, Any]:
         "calls": plain.calls + tiled.calls,
         "pages": checked,
         "wrong_pages": wrong,
+        "is_oracle_format": is_oracle,
     }
 
 

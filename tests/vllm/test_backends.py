@@ -95,6 +95,8 @@ def test_packed_backends_write_what_the_format_says(
     for release, finding in of_kind(findings, "written"):
         assert finding["calls"] > 0, finding
         assert finding["wrong_pages"] == 0, finding
+        # The map of the format, from offsets alone.
+        assert finding["is_oracle_format"], finding
         if finding["family"] in backend_table.KNOWN:
             assert finding["pages"] > 0, finding
             proved.add((release, finding["class"], finding["variant"], finding["layout"]))
