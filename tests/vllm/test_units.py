@@ -12,7 +12,16 @@ import pytest
 
 from kvpd import FormatError, KvpdError, LinkModel, PageFormat, negotiate
 from kvpd.vllm.config import ConnectorConfig
-from kvpd.vllm.formats import AITER_FA, PACKED, LayerCache, opaque, page_format, spans_of
+from kvpd.vllm.formats import (
+    AITER_FA,
+    AITER_UNIFIED,
+    PACKED,
+    LayerCache,
+    opaque,
+    page_format,
+    spans_of,
+    why_opaque,
+)
 from kvpd.vllm.leases import MARGIN_SECONDS, Leases
 from kvpd.vllm.versions import check_nixl, check_vllm, public_release
 from tests.vllm.checks import warnings_about_pages
@@ -81,6 +90,39 @@ def test_anything_else_is_opaque_and_equals_only_itself(change: dict[str, Any]) 
     for known in (STANDARD, SHUFFLED):
         assert negotiate(format, known, convert=True).kind == "refuse"
         assert negotiate(known, format, convert=True).kind == "refuse"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"backend": "somebody.else.Backend"}, "backend"),
+        ({"num_head_slots": 2}, "slots"),
+        ({"has_plain_content": False}, "content"),
+        ({"backend": AITER_FA, "is_shuffled": True, "num_head_slots": 2}, ""),
+        (
+            {"backend": AITER_FA, "is_shuffled": True, "num_head_slots": 2, "layout": "LBNHC"},
+            "layout",
+        ),
+        # On gfx1250 the unified backend shuffles, and publishes no slots.
+        ({"backend": AITER_UNIFIED, "is_shuffled": True}, "slots"),
+    ],
+)
+def test_why_a_page_is_opaque(change: dict[str, Any], reason: str) -> None:
+    cache = replace(PACKED_CACHE, **change)
+    assert why_opaque(cache, Plain) == reason
+    assert (page_format(cache, Plain).family == "opaque") == bool(reason)
+
+
+class HookThatDeclaresNone:
+    @classmethod
+    def kvpd_page_format(cls, **shape: Any) -> None:
+        return None
+
+
+def test_a_hook_may_declare_none() -> None:
+    assert why_opaque(PACKED_CACHE, HookThatDeclaresNone) == "hook"
+    assert page_format(PACKED_CACHE, HookThatDeclaresNone) == opaque(PACKED_CACHE)
 
 
 def test_a_backend_declares_its_own_format() -> None:

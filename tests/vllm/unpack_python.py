@@ -12,7 +12,7 @@ from pathlib import Path
 
 def main(wheels: str, target: str) -> int:
     """0 if there was exactly one wheel, with vLLM in it."""
-    found = sorted(Path(wheels).glob("vllm-*.whl"))
+    found = sorted(Path(wheels).glob("vllm*.whl"))
     if len(found) != 1:
         print(f"{len(found)} wheels of vLLM in {wheels}, expected one", file=sys.stderr)
         return 1

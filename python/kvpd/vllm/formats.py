@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from kvpd.words import Interior
 
 AITER_FA = "vllm.v1.attention.backends.rocm_aiter_fa.AiterFlashAttentionBackend"
-# Backends whose unquantised cache is K then V per token and head, [H, N, 2*D].
+AITER_UNIFIED = (
+    "vllm.v1.attention.backends.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend"
+)
+# Backends whose unquantised cache is K then V per token and head, [H, N, 2*D]. Each one's own
+# `do_kv_cache_update` is run on every release by tests/vllm/test_backends.py.
 PACKED = frozenset(
     {
         AITER_FA,
+        AITER_UNIFIED,
         "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
         "vllm.v1.attention.backends.flashinfer.FlashInferBackend",
         "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend",
-        "vllm.v1.attention.backends.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend",
         "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
     }
 )
@@ -49,7 +53,7 @@ class LayerCache:
         page_bytes: bytes of one block, without padding.
         has_plain_content: K and V of `head_dim` each, unquantised, uncompressed, without padding.
         num_head_slots: slots that the backend publishes in place of one per head; None if none.
-        is_shuffled: the backend's switch for shuffled pages is on.
+        is_shuffled: AITER's switch for shuffled pages is on, and the backend heeds it.
         identity: everything else that could move a byte; only compared.
     """
 
@@ -92,10 +96,7 @@ def page_format(cache: LayerCache, backend: object) -> PageFormat:
         FormatError: the backend declares a format that does not fill the page vLLM allocated.
     """
     declared = declared_format(cache, backend)
-    if declared is None:
-        return opaque(cache)
-    if len(declared.plane_bytes) > 1 and cache.layout in TOKEN_MAJOR:
-        # Such a layout interleaves the slots token by token: the planes are not dense in it.
+    if declared is None or why_opaque(cache, backend):
         return opaque(cache)
     if declared.page_bytes != cache.page_bytes:
         raise FormatError(
@@ -107,6 +108,26 @@ def page_format(cache: LayerCache, backend: object) -> PageFormat:
             expected=cache.page_bytes,
         )
     return declared
+
+
+def why_opaque(cache: LayerCache, backend: object) -> str:
+    """What keeps a layer's pages from having a known format; empty where they have one.
+
+    "hook": the backend's own hook declares none. "backend": no table has the backend. "content":
+    quantised, compressed, padded, or something other than K and V of one length. "slots": the
+    backend publishes slots that the tables do not know. "layout": planes that the memory order
+    interleaves token by token.
+    """
+    declared = declared_format(cache, backend)
+    if declared is not None:
+        # Such a layout interleaves the slots token by token: the planes are not dense in it.
+        several = len(declared.plane_bytes) > 1
+        return "layout" if several and cache.layout in TOKEN_MAJOR else ""
+    if isinstance(backend, Declares):
+        return "hook"
+    if cache.backend not in PACKED:
+        return "backend"
+    return "slots" if cache.has_plain_content else "content"
 
 
 def opaque(cache: LayerCache) -> PageFormat:

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from kvpd._kvpd import EngineDescription, EngineFacts, Region
 from kvpd.vllm.formats import (
     AITER_FA,
+    AITER_UNIFIED,
     LayerCache,
     declared_format,
     opaque,
@@ -32,16 +33,27 @@ _PLAIN_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLoca
 _UNQUANTISED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _TORCH_NAME = "torch."
 _IN_TREE = "vllm."
+# Memory order in which a plane of all blocks is one piece.
+_BY_PLANES = "LHBNC"
+# MiniMax M3's sparse layers keep other pages where AITER's switch is on.
+_MINIMAX_M3 = "vllm.models.minimax_m3."
 
 
 def own_layout(vllm_config: Any) -> str | None:
     """The layout for the model's attention backend, where its pages have several planes.
 
-    LHBNC where the backend has it, which holds a page in one piece; vLLM 0.30 and 0.31 list it
-    second. None for one-plane pages: stock's own preference is right for those.
+    LHBNC where the backend has it, which holds a plane of all blocks in one piece; vLLM 0.30 and
+    0.31 list it second. None for one-plane pages: stock's own preference is right for those.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    for backend in get_current_attn_backends(vllm_config):
+    try:
+        backends = get_current_attn_backends(vllm_config)
+    except (ImportError, NotImplementedError, ValueError):
+        # An engine core whose workers are other processes has no layers. Stock then selects by
+        # the model alone, and raises where a layer asks for a backend that is not for every layer.
+        return None
+    for backend in backends:
+        is_shuffled = _is_shuffled(backend)
         cache = LayerCache(
             backend=".".join(backend.full_cls_name()),
             kv_heads=model.get_num_kv_heads(parallel),
@@ -51,13 +63,17 @@ def own_layout(vllm_config: Any) -> str | None:
             layout="LBHNC",
             page_bytes=0,
             has_plain_content=True,
-            is_shuffled=_is_shuffled(backend),
-            num_head_slots=2 if _is_shuffled(backend) else None,
+            is_shuffled=is_shuffled,
+            num_head_slots=2 if is_shuffled else None,
         )
         declared = declared_format(cache, backend)
-        layouts = [str(layout.name) for layout in backend.supported_kv_cache_layouts()]
-        if declared is not None and len(declared.plane_bytes) > 1 and layouts:
-            return "LHBNC" if "LHBNC" in layouts else layouts[0]
+        if declared is None or len(declared.plane_bytes) == 1:
+            continue
+        layouts = backend.supported_kv_cache_layouts()
+        # None is any layout.
+        names = [_BY_PLANES] if layouts is None else [str(layout.name) for layout in layouts]
+        if names:
+            return _BY_PLANES if _BY_PLANES in names else names[0]
     return None
 
 
@@ -143,6 +159,8 @@ def _layer_cache(worker: Any, members: list[str], backend: Any, page_bytes: int)
         and spec.tokens_per_state == 1
         and spec.page_size_padded is None
         and spec.head_size == spec.head_size_v
+        # A backend may publish other content under a plain spec.
+        and spec.unpadded_page_size_bytes == _plain_bytes(spec)
     )
     return LayerCache(
         backend=".".join(backend.full_cls_name()),
@@ -165,6 +183,11 @@ def _layer_cache(worker: Any, members: list[str], backend: Any, page_bytes: int)
     )
 
 
+def _plain_bytes(spec: Any) -> int:
+    elements = 2 * spec.num_kv_heads * spec.block_size * spec.head_size
+    return int(elements * spec.dtype.itemsize)
+
+
 def _hardware_factors(worker: Any, spec: Any) -> tuple[str, ...]:
     """What the hardware decides about a page's bytes, so that equal specs are not equal pages.
 
@@ -177,7 +200,12 @@ def _hardware_factors(worker: Any, spec: Any) -> tuple[str, ...]:
         config = worker.vllm_config
         head_size = getattr(spec, "head_size", None)
         dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
-        return ("cpu", _get_attn_isa(dtype, worker.block_size, head_size, cache_dtype))
+        try:
+            tiles = _get_attn_isa(dtype, worker.block_size, head_size, cache_dtype)
+        except NotImplementedError:
+            # Not the CPU backend's cache: DeepSeek V4 has its own, and no tiles.
+            tiles = ""
+        return ("cpu", tiles)
     if getattr(spec, "dtype", None) in _UNQUANTISED:
         return ()
     capability = current_platform.get_device_capability()
@@ -194,11 +222,23 @@ def _speculative(config: Any) -> str:
 
 
 def _is_shuffled(backend: Any) -> bool:
-    if ".".join(backend.full_cls_name()) != AITER_FA:
+    """Whether AITER's switch for shuffled pages is on, and this backend heeds it.
+
+    In vLLM 0.30 to 0.33: AITER FA and MiniMax M3's sparse backends; the unified backend of 0.33 on
+    gfx1250 alone, although it publishes no slots then.
+    """
+    path = ".".join(backend.full_cls_name())
+    if path not in (AITER_FA, AITER_UNIFIED) and not path.startswith(_MINIMAX_M3):
         return False
     from vllm._aiter_ops import rocm_aiter_ops
 
-    return bool(rocm_aiter_ops.is_shuffle_kv_cache_enabled())
+    if not rocm_aiter_ops.is_shuffle_kv_cache_enabled():
+        return False
+    if path == AITER_UNIFIED:
+        from vllm.platforms.rocm import on_gfx1250
+
+        return bool(on_gfx1250())
+    return True
 
 
 def _are_slots(cache: torch.Tensor, places: list[int], page_bytes: int) -> bool:
