@@ -166,8 +166,14 @@ class Server:
         self.close()
 
 
-def cpu_server(name: str, options: EngineOptions, directory: Path) -> Server:
-    """A server with the options of a test-bed engine, and the backend as a plugin."""
+def cpu_server(
+    name: str, options: EngineOptions, directory: Path, more: Sequence[str] = ()
+) -> Server:
+    """A server with the options of a test-bed engine, and the backend as a plugin.
+
+    Args:
+        more: further arguments of ``vllm serve``.
+    """
     environment = BASE_ENVIRONMENT | options.environment
     paths = [str(_plugin(directory)), os.environ.get("PYTHONPATH", ""), str(ROOT)]
     environment |= {
@@ -194,6 +200,7 @@ def cpu_server(name: str, options: EngineOptions, directory: Path) -> Server:
         "--no-enable-prefix-caching",
         # For GENERATE, which takes and gives token ids.
         "--enable-scale-out",
+        *more,
     ]
     if options.transfer is not None:
         arguments += ["--kv-transfer-config", json.dumps(options.transfer)]
