@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvpd.convert import Completion, Conversion, ConversionQueue
 from kvpd.errors import TransferError
-from kvpd.nixl import Agent, Registration, Rows, Transfer, TransferState
+from kvpd.nixl import Agent, AgentName, Registration, Rows, Transfer, TransferState
 
 
 class FakeHoldingAgent(Agent):
@@ -37,17 +37,17 @@ class FakeHoldingAgent(Agent):
         self.refuses_rows = self.refuses_notices = False
         self.reads: list[list[int]] = []
         self.sent: list[bytes] = []
-        self.peers: list[str] = []
+        self.peers: list[AgentName] = []
         self.rows: list[Rows] = []
         self.registrations: list[Registration] = []
 
-    def add_peer(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes) -> AgentName:
         name = super().add_peer(metadata)
         if name not in self.peers:  # NIXL knows an agent once, however often it is told
             self.peers.append(name)
         return name
 
-    def remove_peer(self, peer: str) -> None:
+    def remove_peer(self, peer: AgentName) -> None:
         super().remove_peer(peer)
         self.peers.remove(peer)
 
@@ -65,7 +65,7 @@ class FakeHoldingAgent(Agent):
         self.rows.append(prepared)
         return prepared
 
-    def prepare_remote(self, peer: str, rows: NDArray[np.uint64], memory: Any) -> Rows:
+    def prepare_remote(self, peer: AgentName, rows: NDArray[np.uint64], memory: Any) -> Rows:
         if self.refuses_rows:
             raise TransferError("fake: no such memory", code="nixl", field="prepare")
         prepared = super().prepare_remote(peer, rows, memory)
@@ -92,7 +92,7 @@ class FakeHoldingAgent(Agent):
     def release(self, transfer: Transfer) -> bool:
         return False if self.refuses_release else super().release(transfer)
 
-    def notify(self, peer: str, text: bytes) -> None:
+    def notify(self, peer: AgentName, text: bytes) -> None:
         if self.refuses_notices:
             raise TransferError("fake: no route", code="nixl", field="notify")
         super().notify(peer, text)

@@ -79,7 +79,7 @@ OTHER_LAYOUT: dict[str, Any] = {
         ),
         # Accepted by kvpd's judgement and refused by the checks of stock that come after it.
         (stock_engine(**OTHER_LAYOUT), D_KVPD, (), 1, "refused", ["stock-layout", "stock-regions"]),
-        (stock_engine(block_size=32), D_KVPD, (), 1, "refused", ["stock-block-size"]),
+        (stock_engine(block_size=32), D_KVPD, (), 1, "refused", ["block-size"]),
         (
             stock_engine(region_names=["a", "b", "c"]),
             D_KVPD,

@@ -123,7 +123,7 @@ def test_read(agent: Agent, remote: Remote, stride: int, ids: list[int], num_mer
     memory = np.full(2 * STRIDE * COUNT, POISON, dtype=np.uint8)
     registration = agent.register([MemoryRange(int(memory.ctypes.data), memory.size)])
     name = agent.add_peer(remote.metadata)
-    assert name == remote.name
+    assert name == remote.name.encode(), "not as NIXL returned it"
     assert agent.knows_peer(name) and not agent.knows_peer("somebody else")
     ours = agent.prepare_local(rows(int(memory.ctypes.data), stride=stride), "dram")
     theirs = agent.prepare_remote(name, rows(remote.address, stride=stride), "dram")

@@ -18,7 +18,7 @@ from kvpd.errors import (
     RefusedError,
     TransferError,
 )
-from kvpd.nixl import Agent
+from kvpd.nixl import Agent, AgentName
 from kvpd.peer import Conversions, Peer, RowPair
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def connect(
     site: Site,
     handshake: Handshake,
     verdict: Verdict,
-    known_agents: Collection[str],
+    known_agents: Collection[AgentName],
     *,
     must_be_direct: bool,
 ) -> Peer:
@@ -96,7 +96,7 @@ def connect(
         if name in known_agents:
             # Removed with this peer, it would be gone for the other one too.
             raise TransferError(
-                f"NIXL agent {name} belongs to a connected peer",
+                f"NIXL agent {name!r} belongs to a connected peer",
                 code="duplicate-agent",
                 field="nixl_metadata",
                 got=name,

@@ -28,6 +28,8 @@ _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api", "nixl_rocm._api")
 _MEMORY_NAMES = {"dram": "DRAM", "vram": "VRAM"}
 
 TransferState = Literal["active", "done", "failed"]
+# Bytes in NIXL 1.5, though it says text. Kept as it came: `str` of bytes is another name.
+AgentName = str | bytes
 
 
 @dataclass(frozen=True)
@@ -186,18 +188,18 @@ class Agent:
         with self._calling("metadata"):
             return bytes(self._native.get_agent_metadata())
 
-    def add_peer(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes) -> AgentName:
         """Load a peer's metadata and return its agent's name. Raises `TransferError`."""
         with self._calling("add_peer"):
-            name = self._native.add_remote_agent(metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+            name: AgentName = self._native.add_remote_agent(metadata)
+        return name
 
-    def remove_peer(self, peer: str) -> None:
+    def remove_peer(self, peer: AgentName) -> None:
         """Forget a peer and disconnect. Raises `TransferError`."""
         with self._calling("remove_peer"):
             self._native.remove_remote_agent(peer)
 
-    def knows_peer(self, peer: str) -> bool:
+    def knows_peer(self, peer: AgentName) -> bool:
         """Whether a peer's metadata is loaded."""
         with self._calling("knows_peer"):
             return bool(self._native.check_remote_metadata(peer))
@@ -210,7 +212,7 @@ class Agent:
         """
         return self._prepare("NIXL_INIT_AGENT", rows, memory)
 
-    def prepare_remote(self, peer: str, rows: NDArray[np.uint64], memory: Memory) -> Rows:
+    def prepare_remote(self, peer: AgentName, rows: NDArray[np.uint64], memory: Memory) -> Rows:
         """Prepare rows [R, 5] of a peer's registered memory. Raises as `prepare_local`."""
         return self._prepare(peer, rows, memory)
 
@@ -288,7 +290,7 @@ class Agent:
             transfer_seconds=_microseconds(counted.xferDuration) * 1e-6,
         )
 
-    def notify(self, peer: str, text: bytes) -> None:
+    def notify(self, peer: AgentName, text: bytes) -> None:
         """Send a notice to a peer. Raises `TransferError` when it cannot be sent."""
         with self._calling("notify"):
             self._native.send_notif(peer, text)
@@ -305,7 +307,7 @@ class Agent:
         """
         self._native = None
 
-    def _prepare(self, peer: str, rows: NDArray[np.uint64], memory: Memory) -> Rows:
+    def _prepare(self, peer: AgentName, rows: NDArray[np.uint64], memory: Memory) -> Rows:
         with self._calling("prepare"):
             return Rows(self._native.prep_xfer_dlist(peer, rows, _MEMORY_NAMES[memory]))
 

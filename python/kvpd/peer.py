@@ -14,7 +14,7 @@ import numpy as np
 from kvpd._kvpd import EngineDescription, Planner, RequestPlan, Runs, Verdict
 from kvpd.chunk import Chunk
 from kvpd.errors import DirectError, TransferError
-from kvpd.nixl import Agent, Rows, Transfer
+from kvpd.nixl import Agent, AgentName, Rows, Transfer
 
 if TYPE_CHECKING:
     from kvpd.convert import Conversion
@@ -44,7 +44,7 @@ class Peer:
         engine_id: as the peer published it.
         verdict: why it was accepted; kind "identical" or "convert".
         description: facts and regions as published.
-        agent_name: the peer's NIXL agent.
+        agent_name: the peer's NIXL agent, as NIXL returned it.
         planner: chooses how each request comes.
         conversions: by placement, from where raw pages land or lie to the cache: of each cut of the
             planner (one where there is no slab) one for each group of layers; none where the pages
@@ -59,7 +59,7 @@ class Peer:
     engine_id: str
     verdict: Verdict
     description: EngineDescription
-    agent_name: str
+    agent_name: AgentName
     planner: Planner
     conversions: Conversions
     rows: ReadOnlyDict[Placement, RowPair]

@@ -17,7 +17,7 @@ from kvpd.cli.demo.decode import DecodeCache
 from kvpd.cli.demo.facts import engine_facts
 from kvpd.cli.demo.oracle import compare
 from kvpd.cli.demo.scenario import DECODE_POISON
-from kvpd.nixl import Registration, Rows
+from kvpd.nixl import AgentName, Registration, Rows
 from kvpd.peer import Peer
 from kvpd.receive import Receiver
 from kvpd.request import Outcome
@@ -31,7 +31,7 @@ from tests.waiting import eventually
 class FakeGpuAgent(FakeHoldingAgent):
     """Before a real agent: the memory of the fake GPU is the host's, and NIXL is told so."""
 
-    def prepare_remote(self, peer: str, rows: Any, memory: Any) -> Rows:
+    def prepare_remote(self, peer: AgentName, rows: Any, memory: Any) -> Rows:
         return super().prepare_remote(peer, rows, "dram")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from nixl._api import nixl_agent, nixlBind  # noqa: F401 - kvpd asks an agent's module for its errors
+from nixl._api import nixl_agent, nixlBind
 
 
 class ControlledReads:
@@ -90,8 +90,44 @@ def lose_heartbeats(worker: Any) -> None:
     worker.nixl_wrapper = FakeLostHeartbeats(worker.nixl_wrapper)
 
 
+class FakeLostConnection:
+    """Stands in for a NIXL agent that has lost its connection to the peers that it knows now.
+
+    As with a real one, NIXL goes on to know them, and only loading a peer anew connects again.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._is_lost = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def add_remote_agent(self, metadata: bytes) -> Any:
+        self._is_lost = False
+        return self._native.add_remote_agent(metadata)
+
+    def transfer(self, handle: Any) -> str:
+        if self._is_lost:
+            raise nixlBind.nixlRemoteDisconnectError("lost by the test")
+        return str(self._native.transfer(handle))
+
+    def send_notif(self, agent: Any, notif_msg: bytes) -> None:
+        if self._is_lost:
+            raise nixlBind.nixlRemoteDisconnectError("lost by the test")
+        self._native.send_notif(agent, notif_msg)
+
+
+def lose_connections(worker: Any) -> None:
+    """Those of a kvpd worker, on the link's way as well as on stock's."""
+    fake = FakeLostConnection(worker.nixl_wrapper)
+    worker.nixl_wrapper = fake
+    if worker._link._receiver is not None:
+        worker._link._receiver._agent._native = fake
+
+
 class RecordedAgent:
-    """A NIXL agent that notes what was asked of it; answers are the real ones.
+    """A NIXL agent that notes what was asked of it, and what failed; answers are the real ones.
 
     What differs between two runs without meaning anything is left out: addresses are counted from
     the lowest of their list, handles and agents are numbered, polls are not noted.
@@ -113,10 +149,14 @@ class RecordedAgent:
 
     def _recorder(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*arguments: Any, **options: Any) -> Any:
-            answer = call(*arguments, **options)
             noted = [self._plain(item) for item in arguments]
             noted += [[key, self._plain(item)] for key, item in sorted(options.items())]
             self.calls.append([name, *noted])
+            try:
+                answer = call(*arguments, **options)
+            except Exception as error:
+                self.calls[-1].append(f"raised {type(error).__name__}")
+                raise
             if name in self.NAMED:
                 # Overwritten, never kept: a handle may come back at the address of a freed one.
                 count = sum(call[0] == name for call in self.calls)
@@ -126,9 +166,13 @@ class RecordedAgent:
         return recorded
 
     def _plain(self, item: Any) -> Any:
+        if isinstance(item, bytes) and item in self._names:
+            return self._names[item]
         if isinstance(item, bytes):
-            # A notice is "<request id>:<consumers>"; anything else is NIXL's own.
-            return "..." + item[-2:].decode() if item[-2:-1] == b":" else "bytes"
+            # A notice is "<request id>:<consumers>" or "HB:<request ids>"; the rest is NIXL's own.
+            if item.startswith(b"HB:"):
+                return "HB:"
+            return "notice" + item[-2:].decode() if item[-2:-1] == b":" else "bytes"
         if isinstance(item, np.ndarray) and item.ndim == 2:
             relative = item.copy()
             relative[:, 0] -= relative[:, 0].min()
@@ -144,7 +188,7 @@ class RecordedAgent:
 
 
 def _key(item: Any) -> Any:
-    return item if isinstance(item, (str, int)) else id(item)
+    return item if isinstance(item, (str, bytes, int)) else id(item)
 
 
 def record_all() -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.vllm.checks import Colocated, checked_hand_over, page_shape, until
 from tests.vllm.client import EngineProcess, free_port
 from tests.vllm.model import ModelShape
-from tests.vllm.pair import Pair, kvpd_transfer, pair_options, prompts
+from tests.vllm.pair import Pair, kvpd_transfer, pair_options, prompts, stock_transfer
 
 SHAPE = ModelShape(kv_heads=2, head_dim=64)
 BLOCK = 16
@@ -138,9 +138,16 @@ def test_a_second_request_of_one_prefill_is_not_read(
     # Somebody else's prefill takes the blocks.
     other = pair.prefill_only(batch[1:])
     again = request | {"id": "again"}
+    before = pair.decode.call("metrics")
     pair.decode.call("submit", requests=[again])
     assert pair.decode.wait(["again"])["again"]["finish_reason"] == "error"
     assert "every request needs a prefill of its own" in pair.decode.log
+    after = pair.decode.call("metrics")
+    counted = "vllm:kvpd_second_readers_total"
+    assert after[counted] == before[counted] + 1
+    # Nothing expired, and nothing failed on its way.
+    for name in ("vllm:nixl_num_kv_expired_reqs_total", "vllm:nixl_num_failed_transfers_total"):
+        assert after[name] == before[name], name
     assert list(pair.decode_only(other).tokens.values()) == expected[1:]
 
 
@@ -320,3 +327,112 @@ def test_a_prefill_that_comes_back_at_its_address(
     assert len(known[0]) == 1
     assert known[0] == known[1]
     assert not set(old) & set(known[0])
+
+
+@pytest.mark.parametrize("end", ["kill", "close"])
+@pytest.mark.parametrize(
+    ("prefill", "decode_backend"),
+    [
+        pytest.param(kvpd_transfer, "shuffled", id="convert", marks=pytest.mark.core),
+        pytest.param(kvpd_transfer, "standard", id="identical"),
+        pytest.param(stock_transfer, "standard", id="untagged"),
+    ],
+)
+def test_a_prefill_that_comes_back_under_its_engine_id(
+    prefill: Callable[..., dict[str, Any]],
+    decode_backend: str,
+    end: str,
+    model_of: Callable[[ModelShape], Path],
+    colocated: Colocated,
+    tmp_path: Path,
+) -> None:
+    """NIXL goes on to say that it knows the old one; at most one request may find out."""
+    batch = prompts(5, blocks=3, block_size=BLOCK, seed=14)
+    expected = colocated(SHAPE, BLOCK, batch)
+    port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    prefill_options, decode_options = pair_options(
+        model_of(SHAPE),
+        "standard",
+        decode_backend,
+        prefill("kv_producer") | {"engine_id": "prefill-0"},
+        kvpd_transfer("kv_consumer", page_format_conversion=True),
+    )
+    prefill_options = replace(prefill_options, environment=port)
+    with Pair(prefill_options, decode_options, tmp_path) as pair:
+        assert list(pair.hand_over(batch[:1]).tokens.values()) == expected[:1]
+        for round_, first in enumerate((1, 3)):
+            getattr(pair.prefill, end)()
+            pair.prefill.close()
+            pair.prefill = EngineProcess(f"prefill-{round_}", prefill_options, tmp_path)
+            tokens = []
+            for prompt in batch[first : first + 2]:
+                tokens += list(pair.hand_over([prompt]).tokens.values())
+            # The first may have found out.
+            assert tokens[0] in (expected[first], []), round_
+            assert tokens[1] == expected[first + 1], round_
+        known = evaluate(pair.decode, "result = [len(worker._remote_agents), worker._lost.known()]")
+        assert known == [1, []]
+        pair.prefill.close()
+
+
+@pytest.mark.parametrize(
+    "decode_backend", [pytest.param("shuffled", marks=pytest.mark.core), "standard"]
+)
+def test_a_connection_that_is_lost_while_the_prefill_lives(
+    decode_backend: str,
+    model_of: Callable[[ModelShape], Path],
+    colocated: Colocated,
+    tmp_path: Path,
+) -> None:
+    """One request fails; the next ones are served over a new connection, and nothing is left."""
+    batch = prompts(4, blocks=3, block_size=BLOCK, seed=15)
+    expected = colocated(SHAPE, BLOCK, batch)
+    options = pair_options(
+        model_of(SHAPE),
+        "standard",
+        decode_backend,
+        kvpd_transfer("kv_producer"),
+        kvpd_transfer("kv_consumer", page_format_conversion=True),
+    )
+    with Pair(*options, tmp_path) as pair:
+        assert list(pair.hand_over(batch[:1]).tokens.values()) == expected[:1]
+        evaluate(
+            pair.decode,
+            """
+from tests.vllm import fakes
+fake = fakes.lose_connections(worker)
+""",
+        )
+        assert list(pair.hand_over(batch[1:2]).finish_reasons.values()) == ["error"]
+        # Its handshake brought a connection that works.
+        assert list(pair.hand_over(batch[2:]).tokens.values()) == expected[2:]
+        assert evaluate(pair.decode, "result = worker._lost._losses") == {}
+        assert "It is let go of; the next request shakes hands again" in pair.decode.log
+
+
+def test_a_dead_prefill_is_not_asked_by_every_request(
+    model_of: Callable[[ModelShape], Path], tmp_path: Path
+) -> None:
+    """Each handshake with it takes seconds of the one thread that all peers' handshakes share."""
+    with pair_of(model_of(SHAPE), tmp_path, {}, {}) as pair:
+        pair.hand_over(prompts(1, blocks=3, block_size=BLOCK, seed=16))
+        requests = pair.prefill_only(prompts(6, blocks=3, block_size=BLOCK, seed=17))
+        evaluate(
+            pair.decode,
+            """
+import zmq
+from kvpd.vllm.adapter.worker import NixlPullConnectorWorker
+worker.asked = 0
+def silent(self, *arguments, **options):
+    self.asked += 1
+    raise zmq.Again()
+NixlPullConnectorWorker._nixl_handshake = silent
+""",
+        )
+        pair.prefill.kill()
+        for request in requests:
+            pair.decode.call("submit", requests=[request])
+            done = pair.decode.wait([request["id"]], seconds=90)
+            assert done[request["id"]]["finish_reason"] == "error"
+        # The first found out by its READ, the second asked, the others came within the pause.
+        assert evaluate(pair.decode, "result = worker.asked") <= 2

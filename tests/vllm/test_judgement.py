@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpd import EngineDescription, KvpdError, RefusedError, WireError
-from kvpd.vllm.judgement import Digests, Judgement, Local, Policy, judge
+from kvpd.vllm.judgement import Digests, Judgement, Local, Policy, judge, wrong_engine
 from kvpd.wire import Handshake, encode_tag
 from tests.engine_builder import engine
 
@@ -188,6 +188,30 @@ def test_untagged_peers_are_judged_by_the_exact_digest() -> None:
     )
     # What stock's own switch skips is stock's comparison.
     assert judge(STANDARD, untagged, IGNORED, Policy()).verdict.kind == "identical"
+
+
+@pytest.mark.parametrize("digests", [SAME, OTHER, IGNORED])
+@pytest.mark.parametrize("there", [8, 32])
+def test_an_untagged_peer_with_another_block_size(there: int, digests: Digests) -> None:
+    """Stock's digest leaves it out, and stock pairs parts of blocks from a request's end."""
+    other = peer(engine(), is_tagged=False, block_size=there)
+    with pytest.raises(KvpdError) as caught:
+        judge(STANDARD, other, digests, Policy())
+    error = caught.value
+    assert (error.code, error.field, error.got, error.expected) == (
+        *("block-size", "block_size", str(there), "16"),
+    )
+    assert f"16 tokens here and {there} there; use one --block-size on both sides" in str(error)
+
+
+def test_another_engine_answers() -> None:
+    error = wrong_engine("localhost:5600", "P", "Q" + 500 * "q", "D")
+    assert (error.code, error.field, error.expected) == (
+        *("engine-id", "VLLM_NIXL_SIDE_CHANNEL_HOST", "P"),
+    )
+    assert "names engine 'P' at localhost:5600, and engine 'Qq" in str(error)
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in str(error) and len(str(error)) < 1000
+    assert "and this engine itself answers there" in str(wrong_engine("h:1", "P", "D", "D"))
 
 
 @pytest.mark.parametrize("digests", [SAME, IGNORED])

@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nixl")
 
-from kvpd import KvpdError, negotiate
+from kvpd import EngineDescription, KvpdError, Region, negotiate
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.judgement import Judgement, Local
 from kvpd.vllm.link import Link
+from tests.engine_builder import LAYERS, engine
 from tests.receive_bench import Bench, Maker
 
 pytest_plugins = ("tests.receive_fixtures",)
@@ -137,3 +138,28 @@ def test_a_peer_dropped_by_its_handshake_is_let_go_of_by_the_next_poll(make: Mak
     link.poll()
     assert bench.agent.peers == [] and bench.agent.rows == []
     link.close()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_conversion_needs_one_format_and_names_what_there_is(make: Maker, num_groups: int) -> None:
+    """One format is not enough: hybrid models are not converted whatever their pages are."""
+    bench, ours = make("in_place"), engine(num_kv_groups=num_groups)
+    if num_groups == 1:
+        first, *rest = ours.regions
+        shape = (first.address, first.num_blocks, first.block_bytes, first.block_stride_bytes)
+        ours = EngineDescription(ours.facts, [Region(*shape, layers=first.layers), *rest])
+    with pytest.raises(KvpdError) as caught:
+        Link(
+            bench.agent,
+            Local(ours),
+            [bench.cache.tensor],
+            ConnectorConfig(page_format_conversion=True),
+            Counted(),
+            lambda: bench.now,
+            max_request_pages=8,
+        )
+    error = caught.value
+    assert error.code == "mixed-local-formats"
+    assert f"here are {num_groups} KV cache groups: layers {LAYERS[0]}" in str(error)
+    assert ("--disable-hybrid-kv-cache-manager" in str(error)) == (num_groups > 1)
+    assert ("keep untagged; layers " in str(error)) == (num_groups == 1)

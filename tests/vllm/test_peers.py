@@ -22,7 +22,7 @@ BLOCK = 16
 OTHER_NAME = "TRITON_ATTN"
 MOST = 4
 # Of engines whose blocks are longer than those of the others.
-BLOCKS = {"p_kvpd_cut": 2 * BLOCK, "d_kvpd_cut_alike": 2 * BLOCK}
+BLOCKS = dict.fromkeys(("p_kvpd_cut", "d_kvpd_cut_alike", "d_kvpd_long"), 2 * BLOCK)
 
 # name -> backend, transfer, backend name. p_ engines prefill, d_ engines decode.
 ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
@@ -38,6 +38,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "d_kvpd_cut_alike": ("cut", kvpd_transfer("kv_consumer"), None),
     "d_stock": ("standard", stock_transfer("kv_consumer"), None),
     "d_kvpd": ("standard", kvpd_transfer("kv_consumer"), None),
+    "d_kvpd_long": ("standard", kvpd_transfer("kv_consumer"), None),
     # vLLM repacks whatever reaches a backend of this name from one of another name.
     "d_kvpd_repacks": ("standard", kvpd_transfer("kv_consumer"), "CPU_ATTN"),
     "d_kvpd_lenient": (
@@ -182,6 +183,8 @@ def test_served(
         pytest.param("p_stock", "d_kvpd_shuffled", ["untagged-peer"], marks=pytest.mark.core),
         ("p_stock", "d_kvpd_strict", ["untagged-peer"]),
         ("p_stock_other_name", "d_kvpd", ["stock-digest"]),
+        # Stock's digest leaves the block size out.
+        pytest.param("p_stock", "d_kvpd_long", ["block-size"], marks=pytest.mark.core),
         # The kernels' blocks are alike, but a block of the scheduler's is two of them there.
         ("p_kvpd_cut", "d_kvpd_cut", ["blocks-not-whole"]),
         # Convertible in principle, out of scope in this direction; the digest check is off here.
@@ -235,6 +238,20 @@ for rank, raw in served.items():
         assert "is refused: tag-contradicts-metadata: block_strides" in said
         key = "vllm:kvpd_refusals_total reason=tag-contradicts-metadata"
         assert engines[target].call("metrics")[key] > 0
+
+
+def test_another_engine_at_the_peers_address(engines: Engines, batch: list[list[int]]) -> None:
+    """What a side channel at its default address comes to, where both run on one host each."""
+    engines.start("p_kvpd", "d_kvpd")
+    (request,) = prefill(engines["p_kvpd"], batch[:1])
+    request["kv_transfer_params"] |= {"remote_engine_id": "elsewhere"}
+    decoder = engines["d_kvpd"]
+    done = decoder.run([request])
+    assert done[request["id"]]["finish_reason"] == "error"
+    (said,) = [line for line in decoder.log.splitlines() if "peer elsewhere is refused" in line]
+    assert "engine-id: the request names engine 'elsewhere' at 127.0.0.1:" in said
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in said and "VLLM_NIXL_SIDE_CHANNEL_PORT" in said
+    assert decoder.call("metrics")["vllm:kvpd_refusals_total reason=engine-id"] == 1
 
 
 @pytest.mark.core

@@ -13,6 +13,9 @@ from kvpd._kvpd import EngineDescription, PageFormat, Verdict, negotiate
 from kvpd.errors import KvpdError, RefusedError, WireError
 from kvpd.wire import Handshake, decode_tag
 
+# An engine names itself.
+_MAX_SHOWN = 128
+
 
 class PeerMetadata(Protocol):
     """The fields of stock's metadata that are read here, and our tag in it."""
@@ -96,8 +99,8 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
     Raises:
         RefusedError: the verdict, with every reason.
         WireError: the tag is not one, or contradicts the peer's own metadata.
-        KvpdError: an untagged peer's digest differs, blocks are not equally many kernel blocks, or
-            those of a pair that is to be converted are not whole pages.
+        KvpdError: an untagged peer's block size or digest differs, blocks are not equally many
+            kernel blocks, or those of a pair that is to be converted are not whole pages.
     """
     handshake = None if peer.kvpd is None else decode_tag(peer.kvpd)
     if handshake is not None and handshake.engine_id != peer.engine_id:
@@ -123,6 +126,7 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
         # each page would be taken for another.
         raise _blocks_error(kernel_blocks, "start both sides with one block size", "equally many")
     if handshake is None:
+        _check_block_size(local.description.facts.block_size, peer.block_size)
         _check_digest(digests)
         return Judgement(verdict, None, is_whole=False)
     remote = handshake.description
@@ -131,6 +135,41 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
         raise _blocks_error(kernel_blocks, "conversion needs whole ones", "1 on both sides")
     groups = local.description.facts.num_kv_groups, remote.facts.num_kv_groups
     return Judgement(verdict, handshake, is_whole=(*kernel_blocks, *groups) == (1, 1, 1, 1))
+
+
+def wrong_engine(address: str, expected: str, found: str, own: str) -> KvpdError:
+    """Another engine answers at the address that came with a request than its blocks are of.
+
+    Args:
+        address: host and port, as the request named them.
+        expected: the engine that the request names.
+        found: the engine that answered.
+        own: the reading engine.
+    """
+    who = "this engine itself" if found == own else f"engine {found[:_MAX_SHOWN]!r}"
+    return KvpdError(
+        f"the request names engine {expected[:_MAX_SHOWN]!r} at {address}, and {who} answers "
+        "there. Usually VLLM_NIXL_SIDE_CHANNEL_HOST was left at its default, localhost, where the "
+        "blocks are: set it to an address of that host which readers reach. Or two engines of one "
+        "host share VLLM_NIXL_SIDE_CHANNEL_PORT: give each its own. Or the engine was started anew "
+        "since, and its old requests are lost",
+        code="engine-id",
+        field="VLLM_NIXL_SIDE_CHANNEL_HOST",
+        got=found[:_MAX_SHOWN],
+        expected=expected[:_MAX_SHOWN],
+    )
+
+
+def paused(engine_id: str, seconds: float) -> KvpdError:
+    """A peer that was lost again and again is not asked before a pause is over."""
+    return KvpdError(
+        f"peer {engine_id}: READs or notices did not reach it several times; the next handshake "
+        f"begins in {seconds:.1f} s at the earliest",
+        code="peer-lost",
+        field="engine_id",
+        got=f"lost, {seconds:.1f} s of the pause left",
+        expected="a peer that can be read",
+    )
 
 
 def _blocks_error(kernel_blocks: tuple[int, int], remedy: str, expected: str) -> KvpdError:
@@ -142,6 +181,18 @@ def _blocks_error(kernel_blocks: tuple[int, int], remedy: str, expected: str) ->
         got=f"{here} here, {there} there",
         expected=expected,
     )
+
+
+def _check_block_size(here: int, there: int) -> None:
+    # Stock's digest leaves it out, and stock then pairs parts of blocks from a request's end.
+    if here != there:
+        raise KvpdError(
+            f"a block has {here} tokens here and {there} there; use one --block-size on both sides",
+            code="block-size",
+            field="block_size",
+            got=there,
+            expected=here,
+        )
 
 
 def _check_digest(digests: Digests) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from kvpd._kvpd import EngineDescription
 from kvpd.convert import registered_pairs
 from kvpd.errors import DirectError, KvpdError, RefusedError, TransferError
 from kvpd.nixl import Agent
@@ -23,6 +24,7 @@ from kvpd.vllm.judgement import Digests, Judgement, Local, PeerMetadata, Policy,
 logger = logging.getLogger("vllm.kvpd")
 _MAX_REMEMBERED_PEERS = 1024
 _MAX_MESSAGES_A_PEER = 16
+_MAX_LISTED_LAYERS = 4
 
 
 class Record(Protocol):
@@ -69,14 +71,8 @@ class Link:
         self._receiver: Receiver | None = None
         self._peers: dict[str, Peer] = {}
         self._said: dict[str, set[str]] = {}
-        if config.page_format_conversion and description.format is None:
-            raise KvpdError(
-                "page_format_conversion needs one page format in all layers",
-                code="mixed-local-formats",
-                field="kv_connector_extra_config.page_format_conversion",
-                got="several or untagged",
-                expected="one format",
-            )
+        if config.page_format_conversion:
+            _check_one_format(description)
         if config.page_format_conversion or config.direct_transfer:
             self._receiver = Receiver(
                 agent,
@@ -270,3 +266,37 @@ class Link:
         if text not in said and len(said) < _MAX_MESSAGES_A_PEER:
             said.add(text)
             logger.log(level, "%s", text)
+
+
+def _check_one_format(description: EngineDescription) -> None:
+    """Raise `KvpdError` unless every page of this rank could be converted into."""
+    num_groups = description.facts.num_kv_groups
+    if num_groups == 1 and description.format is not None:
+        return
+    layers: dict[str, dict[str, None]] = {}
+    for region in description.regions:
+        name = "untagged" if region.format is None else region.format.name
+        layers.setdefault(name, {}).update(dict.fromkeys(region.layers))
+    kept = "; ".join(f"{_shortened(list(names))} keep {name}" for name, names in layers.items())
+    if num_groups > 1:
+        remedy = (
+            "Start both sides with --disable-hybrid-kv-cache-manager, which gives models of full "
+            "and sliding-window layers one group; or switch page_format_conversion off, and use "
+            "one page format on both sides"
+        )
+    else:
+        remedy = "Use one attention backend for all layers, or switch page_format_conversion off"
+    raise KvpdError(
+        "page_format_conversion needs one KV cache group and one page format in all layers; here "
+        f"are {num_groups} KV cache groups: {kept}. {remedy}",
+        code="mixed-local-formats",
+        field="kv_connector_extra_config.page_format_conversion",
+        got=f"{num_groups} KV cache groups, {len(layers)} formats",
+        expected="1 KV cache group, 1 format",
+    )
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - _MAX_LISTED_LAYERS
+    listed = ", ".join(names[:_MAX_LISTED_LAYERS])
+    return f"layers {listed} and {more} more" if more > 0 else f"layers {listed}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvpd.nixl import Agent
+from kvpd.nixl import Agent, AgentName
 
 
 class SharedAgent(Agent):
@@ -16,10 +16,10 @@ class SharedAgent(Agent):
 
     def __init__(self, native: Any) -> None:
         super().__init__(native)
-        self._names: dict[bytes, str] = {}
-        self._num_users: Counter[str] = Counter()
+        self._names: dict[bytes, AgentName] = {}
+        self._num_users: Counter[AgentName] = Counter()
 
-    def add_peer(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes) -> AgentName:
         """As `Agent.add_peer`; a peer that is known already stays as it is."""
         if metadata not in self._names:
             self._names[metadata] = super().add_peer(metadata)
@@ -27,7 +27,7 @@ class SharedAgent(Agent):
         self._num_users[name] += 1
         return name
 
-    def remove_peer(self, peer: str) -> None:
+    def remove_peer(self, peer: AgentName) -> None:
         """As `Agent.remove_peer`, once nobody uses it any more."""
         self._num_users[peer] -= 1
         if self._num_users[peer] == 0:

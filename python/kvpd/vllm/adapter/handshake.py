@@ -19,18 +19,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 )
 
 
-@dataclass
-class TaggedAgentMetadata(NixlAgentMetadata):
-    """Stock's metadata and our tag."""
-
-    kvpd: bytes | None = None
-
-
 class _Received(threading.local):
     digest: str = ""
+    engine_id: str = ""
 
 
 _received = _Received()
+
+
+@dataclass
+class TaggedAgentMetadata(NixlAgentMetadata):
+    """Stock's metadata and our tag; whose it is, is remembered for the decoding thread."""
+
+    kvpd: bytes | None = None
+
+    def __post_init__(self) -> None:
+        _received.engine_id = self.engine_id
 
 
 @dataclass
@@ -43,6 +47,16 @@ class ObservedHandshakePayload(NixlHandshakePayload):
 
 base_worker.NixlAgentMetadata = TaggedAgentMetadata
 base_worker.NixlHandshakePayload = ObservedHandshakePayload
+
+
+def forget_received() -> None:
+    """A handshake begins on this thread: nothing has been decoded."""
+    _received.digest = _received.engine_id = ""
+
+
+def received_engine_id() -> str:
+    """The engine that this thread decoded metadata of last; "" if it decoded none."""
+    return _received.engine_id
 
 
 def received_digest() -> str:

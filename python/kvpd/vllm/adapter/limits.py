@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
+
 from kvpd.errors import KvpdError
+from kvpd.vllm.adapter.description import own_layout
+
+# vLLM's older names.
+_LAYOUT_ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
 def check_configuration(vllm_config: Any) -> None:
@@ -23,6 +29,38 @@ def check_configuration(vllm_config: Any) -> None:
     # are permuted from then on, also those that were right as they came.
     if vllm_config.kv_transfer_config.enable_permute_local_kv:
         raise config_error("enable_permute_local_kv", True, "false")
+    # What is misspelt or of another type is `ConnectorConfig`'s to say.
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("page_format_conversion"):
+        _check_conversion(vllm_config)
+
+
+def _check_conversion(vllm_config: Any) -> None:
+    """Refuse what would make every request that has to be converted fail."""
+    key = "kv_connector_extra_config.page_format_conversion"
+    # In the second turn the prefill reads the decoder's pages, which nobody converts back.
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("bidirectional_kv_xfer"):
+        raise KvpdError(
+            "page_format_conversion and bidirectional_kv_xfer are both on: pages are converted "
+            "from standard to shuffled only, so what a shuffled engine computed cannot be read "
+            "back. Switch bidirectional_kv_xfer off, or use one page format on both sides and "
+            "switch page_format_conversion off",
+            code="invalid-config",
+            field=f"{key}, kv_connector_extra_config.bidirectional_kv_xfer",
+            got="both true",
+            expected="at most one of them",
+        )
+    forced = envs.VLLM_KV_CACHE_LAYOUT
+    own = None if forced is None else own_layout(vllm_config)
+    if own is not None and _LAYOUT_ALIASES.get(forced, forced) != own:
+        raise KvpdError(
+            f"VLLM_KV_CACHE_LAYOUT is {forced}, and page_format_conversion can only write pages "
+            f"of this attention backend in {own}: leave VLLM_KV_CACHE_LAYOUT unset, {own} is "
+            "chosen then; or switch page_format_conversion off",
+            code="invalid-config",
+            field="VLLM_KV_CACHE_LAYOUT",
+            got=forced,
+            expected=f"unset, or {own}",
+        )
 
 
 def config_error(field: str, got: object, expected: str) -> KvpdError:

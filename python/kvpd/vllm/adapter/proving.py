@@ -19,9 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 
 from kvpd.errors import RequestError, TransferError
 from kvpd.vllm.pairing import Group, Wanted, check_ids, pair
-from kvpd.vllm.published import Published, decode_payload
+from kvpd.vllm.published import decode_payload
 from kvpd.vllm.reference import Reference, Refusal
 from kvpd.vllm.sidechannel import Address, ask
+from kvpd.wire import Handshake
 
 # vLLM configures handlers for its own loggers only.
 logger = logging.getLogger("vllm.kvpd")
@@ -64,14 +65,25 @@ class ProvingWorker(NixlPullConnectorWorker):
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
         """As stock, with blocks that are proved and paired by position."""
         with self._alone(req_id):
-            engine_id = meta.remote.engine_id
-            if engine_id not in self._remote_agents:
-                self._background_nixl_handshake(req_id, engine_id, meta)
-            elif self._would_disturb(engine_id, meta):
+            if not self._reach(req_id, meta):
+                return
+            if self._would_disturb(meta.remote.engine_id, meta):
                 self._held.append((req_id, meta))
-            else:
-                self._prove(meta)
-                super()._read_blocks_for_req(req_id, meta)
+                return
+            self._prove(meta)
+            self._read_proved(req_id, meta)
+
+    def _reach(self, req_id: str, meta: Any) -> bool:
+        """Whether a request's peer is connected; where it is not, a handshake is begun."""
+        engine_id = meta.remote.engine_id
+        if engine_id in self._remote_agents:
+            return True
+        self._background_nixl_handshake(req_id, engine_id, meta)
+        return False
+
+    def _read_proved(self, req_id: str, meta: Any) -> None:
+        """Begin to read what was proved, as stock."""
+        super()._read_blocks_for_req(req_id, meta)
 
     def _prove(self, meta: Any) -> None:
         """Compare a request with its peer, and list the blocks that are read, in pairs.
@@ -191,23 +203,32 @@ class ProvingWorker(NixlPullConnectorWorker):
             # Rank 0 always exists.
             address = Address(host, port)
             first = decode_payload(ask(address, 0, timeout_seconds=_ASK_SECONDS))
-            self._check_tp_size(first, remote_tp_size)
+            self._check_tp_size(first.handshake(), first.metadata.block_lens, remote_tp_size)
         return super()._nixl_handshake(host, port, remote_tp_size, *more, **options)
 
-    def _check_tp_size(self, first: Published, tp_size: int) -> None:
-        """Prove by its rank 0 that an engine has so many ranks.
+    def _check_tp_size(
+        self, handshake: Handshake | None, block_lens: list[int], tp_size: int
+    ) -> None:
+        """Prove by one of its ranks that an engine has so many.
 
         A stock engine does not say. With other ranks its blocks would have another length, unless
         every rank holds the same.
+
+        Args:
+            handshake: what it publishes; None for a stock engine.
+            block_lens: bytes of a block, for each of its regions.
+            tp_size: how many ranks a request says it has.
+
+        Raises:
+            RequestError: it has another number, or that cannot be known.
         """
-        handshake = first.handshake()
         if handshake is not None:
             has = handshake.description.facts.tp_size
             if has != tp_size:
                 raise _wrong_tp_size(tp_size, has)
             return
-        ours, theirs = self.block_len_per_layer, first.metadata.block_lens
-        is_proved = [n * self.world_size for n in ours] == [n * tp_size for n in theirs]
+        ours = [length * self.world_size for length in self.block_len_per_layer]
+        is_proved = ours == [length * tp_size for length in block_lens]
         if not is_proved and tp_size != self.world_size:
             raise RequestError(
                 f"kv_transfer_params.tp_size is {tp_size}; the peer does not say how many ranks "

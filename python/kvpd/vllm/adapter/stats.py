@@ -22,13 +22,14 @@ QUEUED_SECONDS = "kvpd_queued_seconds"
 PAGES = "kvpd_pages_converted"
 BYTES = "kvpd_bytes_converted"
 UNTAGGED = "kvpd_untagged_peers"
+SECOND_READERS = "kvpd_second_readers"
 REFUSALS = "kvpd_refusals"
 PLACEMENTS = "kvpd_requests"
 FAILURES = "kvpd_failed_requests"
 SLAB_USE = "kvpd_slab_use"
 _LISTS = (
     *(READ_SECONDS, CONVERT_SECONDS, QUEUED_SECONDS, PLACEMENTS, PAGES, BYTES),
-    *(UNTAGGED, REFUSALS, FAILURES, SLAB_USE),
+    *(UNTAGGED, SECOND_READERS, REFUSALS, FAILURES, SLAB_USE),
 )
 
 _BUCKETS = [
@@ -74,6 +75,10 @@ class KvpdStats(NixlKVConnectorStats):
         """A peer without a tag was accepted."""
         self.data[UNTAGGED].append(1)
 
+    def record_second_reader(self) -> None:
+        """A request was turned away: another one reads, or has read, the same remote request."""
+        self.data[SECOND_READERS].append(1)
+
     def record_slab_use(self, fraction: float) -> None:
         """How much of the slab is taken, 0 to 1."""
         self.data[SLAB_USE].append(fraction)
@@ -92,6 +97,8 @@ class KvpdStats(NixlKVConnectorStats):
         for title, name in (("convert", CONVERT_SECONDS), ("read", READ_SECONDS)):
             if seconds := self.data[name]:
                 summary[f"Avg {title} time (ms)"] = round(1e3 * sum(seconds) / len(seconds), 3)
+        if self.data[SECOND_READERS]:
+            summary["Num second readers"] = len(self.data[SECOND_READERS])
         if self.data[REFUSALS]:
             summary["Num refusal reasons"] = len(self.data[REFUSALS])
         return summary
@@ -141,6 +148,9 @@ class KvpdPromMetrics(NixlPromMetrics):
             PAGES: counter(PAGES, "Blocks converted; a block counts once for all layers."),
             BYTES: counter(BYTES, "Bytes of converted pages."),
             UNTAGGED: counter(UNTAGGED, "Peers accepted without a page format tag."),
+            SECOND_READERS: counter(
+                SECOND_READERS, "Requests for blocks that another request reads or has read."
+            ),
         }
         self._named = {
             REFUSALS: counter(REFUSALS, "Reasons for which handshakes were refused.", ("reason",)),

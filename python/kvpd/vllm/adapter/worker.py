@@ -9,31 +9,37 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
 
 from kvpd._kvpd import EngineDescription, negotiate
 from kvpd.direct import DirectPart, Exporter
-from kvpd.errors import DirectError, KvpdError
-from kvpd.nixl import Agent
+from kvpd.errors import DirectError, KvpdError, SideChannelError, TransferError
+from kvpd.nixl import Agent, AgentName
 from kvpd.request import Failed, Outcome
 from kvpd.vllm.adapter.description import describe, stock_knows_pages
 from kvpd.vllm.adapter.handshake import (
     TaggedAgentMetadata,
     attach_tag,
+    forget_received,
     received_digest,
+    received_engine_id,
 )
 from kvpd.vllm.adapter.limits import config_error
 from kvpd.vllm.adapter.proving import ProvingWorker
 from kvpd.vllm.adapter.stats import KvpdStats
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.converters import register_converters
-from kvpd.vllm.judgement import Digests, Local
+from kvpd.vllm.judgement import Digests, Local, paused, wrong_engine
 from kvpd.vllm.leases import Leases
 from kvpd.vllm.link import Link
+from kvpd.vllm.lost import LostPeers
 from kvpd.vllm.readers import Readers
 from kvpd.wire import Handshake, encode_tag
 
@@ -52,6 +58,7 @@ class KvpdWorker(ProvingWorker):
         self._config = ConnectorConfig.of(extra)
         self._link: Link | None = None
         self._exporter: Exporter | None = None
+        self._lost = LostPeers(time.perf_counter)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         # Stock compares digests before it decodes anything. Deferred to `add_remote_agent`.
         self._enforces_digest = self.enforce_compat_hash
@@ -102,21 +109,55 @@ class KvpdWorker(ProvingWorker):
             return None
         return self._exporter.part
 
+    def _nixl_handshake(
+        self,
+        host: str,
+        port: int,
+        remote_tp_size: int,
+        expected_engine_id: str,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        """As stock, but not at once with a peer that was lost again and again.
+
+        Raises:
+            KvpdError: not yet, the peer is refused, or another engine answers at its address.
+        """
+        if (seconds := self._lost.pause_seconds(expected_engine_id)) > 0:
+            raise paused(expected_engine_id, seconds)
+        forget_received()
+        try:
+            return super()._nixl_handshake(
+                host, port, remote_tp_size, expected_engine_id, *more, **options
+            )
+        except (zmq.ZMQError, SideChannelError):
+            self._lost.unreachable(expected_engine_id)
+            raise
+        except RuntimeError as error:
+            found = received_engine_id()
+            if isinstance(error, KvpdError) or found in ("", expected_engine_id):
+                raise
+            address = f"{host}:{port}"
+            with self._linked().refusing(expected_engine_id):
+                raise wrong_engine(address, expected_engine_id, found, self.engine_id) from error
+
     def add_remote_agent(
         self,
         nixl_agent_meta: TaggedAgentMetadata,
         remote_tp_rank: int = 0,
         remote_tp_size: int = 1,
         remote_dcp_size: int = 1,
-    ) -> str:
+    ) -> AgentName:
         """Judge the peer, then register it with the link, or as stock where the link leaves it."""
         meta, engine_id = nixl_agent_meta, nixl_agent_meta.engine_id
-        known = self._remote_agents.get(engine_id, {}).get((0, remote_tp_rank))
+        known: AgentName | None = self._remote_agents.get(engine_id, {}).get((0, remote_tp_rank))
         if known is not None:
-            return str(known)
+            return known
         link = self._linked()
         digests = Digests(str(self.compat_hash), received_digest(), self._enforces_digest)
         judgement = link.judge(meta, digests)
+        # Else the peer would be kept as one of so many ranks, at one request's word.
+        self._check_tp_size(judgement.handshake, meta.block_lens, remote_tp_size)
         peer = link.connect(judgement, meta.agent_metadata)
         if judgement.handshake is not None:
             self._tagged.add(engine_id)
@@ -126,9 +167,18 @@ class KvpdWorker(ProvingWorker):
                 # backends, and where they differ repack what every peer sends from then on.
                 meta.kv_cache_layout = self.kv_cache_layout
                 meta.attn_backend_name = self.backend_name
-            return str(
-                super().add_remote_agent(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
-            )
+            is_first = engine_id not in self.tp_mappings
+            try:
+                name: AgentName = super().add_remote_agent(
+                    meta, remote_tp_rank, remote_tp_size, remote_dcp_size
+                )
+            except BaseException:
+                # Stock checks when it has noted half of the peer; the next handshake would stumble
+                # over what is left.
+                if is_first:
+                    self._forget_half(engine_id)
+                raise
+            return name
         try:
             self._note_own_peer(meta, remote_tp_rank, remote_tp_size, remote_dcp_size)
         except BaseException:
@@ -139,6 +189,20 @@ class KvpdWorker(ProvingWorker):
         # Stock looks a handle up before every read; `_read_blocks` below never uses it.
         self.dst_xfer_side_handles[engine_id][remote_tp_rank] = 0
         return peer.agent_name
+
+    def _forget_half(self, engine_id: str) -> None:
+        """Undo what stock notes of a peer before it checks it."""
+        self.transfer_topo.unregister_remote_engine(engine_id)
+        for notes in (
+            self.tp_mappings,
+            self.dst_num_blocks,
+            self.dst_region_num_blocks,
+            self.dst_region_group_ids,
+            self.dst_uses_region_group_mapping,
+            self.dst_region_mem_types,
+            self.kv_caches_base_addr,
+        ):
+            notes.pop(engine_id, None)
 
     def _note_own_peer(
         self, meta: TaggedAgentMetadata, rank: int, tp_size: int, dcp_size: int
@@ -191,7 +255,8 @@ class KvpdWorker(ProvingWorker):
                 request_id,
                 remote_request_id,
             )
-            self._expire(request_id)
+            self.xfer_stats.record_second_reader()
+            self._recv_failures.add(request_id)
             return False
         if not has_blocks or not link.serves(dst_engine_id):
             is_posted = bool(
@@ -244,6 +309,7 @@ class KvpdWorker(ProvingWorker):
                 # One whose handshake has not ended yet comes up again.
                 if engine_id in self._remote_agents:
                     self._cleanup_remote_engine(engine_id, log_eviction=False)
+            self._let_lost_peers_go()
             outcomes = link.poll()
         held = {}
         for name in list(transfers):
@@ -265,10 +331,14 @@ class KvpdWorker(ProvingWorker):
                 # Of a failed read no notice was sent, so that it may be asked for again.
                 self._readers.end(name, is_released=name not in failed)
                 self._leased.pop(name, None)
+                if name not in failed and name not in self._recv_failures:
+                    self._lost.was_read(self._engine_of(name))
         return done, failed
 
     def _take(self, outcome: Outcome, failed: set[str]) -> None:
         """Note how a request of the link's ended."""
+        if _shows_loss(outcome):
+            self._lose(self._engine_of(outcome.request_id))
         if isinstance(outcome, Failed):
             logger.error("%s: %s: %s", outcome.request_id, outcome.code, outcome.reason)
             self._handle_failed_transfer(outcome.request_id, None, failed)
@@ -287,24 +357,92 @@ class KvpdWorker(ProvingWorker):
         self.xfer_stats.record_kv_expired_req()
         return True
 
+    def _let_lost_peers_go(self) -> None:
+        """Let go of lost peers that nothing reads; not while outcomes are being handed on."""
+        lost = self._lost.known()
+        if not lost:
+            return
+        with self._handshake_lock:
+            # NIXL may be loading somebody's metadata, and vLLM makes its agent without locks.
+            if self._handshake_futures:
+                return
+        busy = {self._engine_of(name) for name in self._recving_transfers}
+        for engine_id in lost:
+            if engine_id not in busy:
+                self._cleanup_remote_engine(engine_id, log_eviction=False)
+
+    def _lose(self, engine_id: str) -> None:
+        if engine_id in self._remote_agents:
+            self._lost.note(engine_id)
+
+    def _engine_of(self, request_id: str) -> str:
+        """Whose blocks a request is to receive; "" of one that receives nothing."""
+        meta = self._recving_metadata.get(request_id)
+        return "" if meta is None or meta.remote is None else str(meta.remote.engine_id)
+
+    def _handle_failed_transfer(
+        self, req_id: str, handle: int | None, *more: Any, **options: Any
+    ) -> bool:
+        """As stock; a READ that was posted and failed has lost its peer."""
+        if handle is not None:
+            self._lose(self._engine_of(req_id))
+        return bool(super()._handle_failed_transfer(req_id, handle, *more, **options))
+
+    def _reach(self, req_id: str, meta: Any) -> bool:
+        """As the base; nothing new is asked of a lost peer, or it would never be let go of.
+
+        Raises:
+            TransferError: something still reads it.
+        """
+        engine_id = meta.remote.engine_id
+        if self._lost.is_known(engine_id):
+            self._let_lost_peers_go()
+        if self._lost.is_known(engine_id):
+            raise TransferError(
+                f"peer {engine_id} is lost, and something still reads it",
+                code="peer-lost",
+                field="remote_engine_id",
+                got=engine_id,
+            )
+        return super()._reach(req_id, meta)
+
+    def _read_proved(self, req_id: str, meta: Any) -> None:
+        """As stock; a notice that cannot be sent loses its peer."""
+        if any(meta.local_block_ids):
+            super()._read_proved(req_id, meta)
+            return
+        with self._observed_notices():
+            super()._read_proved(req_id, meta)
+
+    @contextmanager
+    def _observed_notices(self) -> Iterator[SentNotices]:
+        """Stock swallows what cannot be sent. What is not sent in here loses its peer."""
+        native: Any = self.nixl_wrapper
+        observer = SentNotices(native)
+        self.nixl_wrapper = observer
+        try:
+            yield observer
+        finally:
+            self.nixl_wrapper = native
+        if observer.failed:
+            # A copy: handshakes add peers on another thread.
+            for engine_id, agents in list(self._remote_agents.items()):
+                if observer.failed & set(agents.values()):
+                    self._lose(engine_id)
+
     def _send_heartbeats(self, metadata: Any) -> None:
         """As stock; what was sent moves the deadlines we know."""
         if not metadata.heartbeat_by_engine:
             # Most steps: nothing is sent, so no deadline moves.
             super()._send_heartbeats(metadata)
             return
-        native: Any = self.nixl_wrapper
-        observer = SentNotices(native)
-        self.nixl_wrapper = observer
-        try:
+        with self._observed_notices() as observer:
             super()._send_heartbeats(metadata)
-        finally:
-            self.nixl_wrapper = native
         now = time.perf_counter()
         for engine_id, info in metadata.heartbeat_by_engine.items():
             agents = set(self._remote_agents.get(engine_id, {}).values())
             # Stock skips engines that shake hands, and swallows what cannot be sent.
-            if agents and agents <= observer.agents:
+            if agents and agents <= observer.reached:
                 self._leases.renew(info.req_ids, now)
         for request_id, lease in list(self._leased.items()):
             with self._alone(request_id):
@@ -322,6 +460,14 @@ class KvpdWorker(ProvingWorker):
             self._remote_agents[engine_id] = {}
         self._tagged.discard(engine_id)
         super()._cleanup_remote_engine(engine_id, **options)
+        if self._lost.is_known(engine_id):
+            seconds = self._lost.let_go(engine_id)
+            logger.warning(
+                "peer %s: a READ or a notice did not reach it. It is let go of; the next request "
+                "shakes hands again%s",
+                engine_id,
+                f", in {seconds:.0f} s at the earliest" if seconds else "",
+            )
 
     def shutdown(self) -> None:
         """Stop our own reads first: stock would deregister the memory under them."""
@@ -373,17 +519,29 @@ class KvpdWorker(ProvingWorker):
         self._recv_failures.add(request_id)
 
 
+def _shows_loss(outcome: Outcome) -> bool:
+    """Whether a request's end says that something did not reach its peer."""
+    if isinstance(outcome, Failed):
+        return outcome.code == "read-failed"
+    return bool(outcome.notice_error)
+
+
 class SentNotices:
-    """A NIXL agent that remembers to whom notices were sent."""
+    """A NIXL agent that remembers whom notices reached, and whom they did not."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
-        self.agents: set[str] = set()
+        self.reached: set[AgentName] = set()
+        self.failed: set[AgentName] = set()
 
-    def send_notif(self, agent_name: str, **more: Any) -> None:
-        """As the agent's; an agent it could not be sent to is not remembered."""
-        self._native.send_notif(agent_name, **more)
-        self.agents.add(agent_name)
+    def send_notif(self, agent_name: AgentName, **more: Any) -> None:
+        """As the agent's."""
+        is_sent = False
+        try:
+            self._native.send_notif(agent_name, **more)
+            is_sent = True
+        finally:
+            (self.reached if is_sent else self.failed).add(agent_name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
