@@ -16,7 +16,7 @@ CASES = {case["id"]: case for case in json.loads((ROOT / "tests/vectors/cases.js
 FACTS: dict[str, Any] = {
     "model": "qwen3-8b",
     "model_dtype": "bfloat16",
-    "cache_dtype": "auto",
+    "cache_dtype": "bfloat16",
     "total_kv_heads": 8,
     "head_dim": 128,
     "block_size": 16,
