@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"\d+")
 _DIGITS = 32
 
 
-class _Entry(msgspec.Struct):
+class _Entry(msgspec.Struct, gc=False):
     """One tensor of a header; the header's own ``__metadata__`` has none of these."""
 
     dtype: str = ""
@@ -43,12 +43,14 @@ class _Entry(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _File:
+    """Where tensors lie: offsets count from `data_start`."""
+
     path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+    data_start: int
+
+
+_Tensors = dict[str, tuple[_File, _Entry]]
 
 
 def weights_digest(files: Sequence[Path], *, seconds: float = 1.0) -> str:
@@ -64,11 +66,9 @@ def weights_digest(files: Sequence[Path], *, seconds: float = 1.0) -> str:
     """
     deadline = time.monotonic() + seconds
     tensors = _headers(files, deadline)
-    listing, digest = hashlib.sha256(), hashlib.sha256(b"kvpd weights 1\n")
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        listing.update(f"{name!r} {tensor.dtype} {tensor.shape}\n".encode())
-    digest.update(listing.digest())
+    listing = [f"{name!r} {entry.dtype!r} {entry.shape}" for name, (_, entry) in tensors.items()]
+    digest = hashlib.sha256(b"kvpd weights 1\n")
+    digest.update(hashlib.sha256("\n".join(sorted(listing)).encode()).digest())
     chosen = _chosen(tensors)
     samples = _samples(tensors, chosen, deadline)
     for name in sorted(chosen):
@@ -76,10 +76,10 @@ def weights_digest(files: Sequence[Path], *, seconds: float = 1.0) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def _headers(files: Sequence[Path], deadline: float) -> dict[str, _Tensor]:
+def _headers(files: Sequence[Path], deadline: float) -> _Tensors:
     if not 0 < len(files) <= MAX_FILES:
         raise unknown(f"{len(files)} files; 1 to {MAX_FILES} are read")
-    tensors: dict[str, _Tensor] = {}
+    tensors: _Tensors = {}
     left = MAX_HEADER_BYTES
     for path in files:
         _in_time(deadline)
@@ -95,19 +95,23 @@ def _headers(files: Sequence[Path], deadline: float) -> dict[str, _Tensor]:
         except (msgspec.DecodeError, RecursionError) as error:
             raise unknown(f"{path.name}: no safetensors header: {error}") from error
         entries.pop("__metadata__", None)
+        data_start, before = 8 + length, len(tensors)
         for name, entry in entries.items():
             start, end = entry.data_offsets
-            if not 0 <= start <= end <= size - 8 - length or name in tensors:
-                raise unknown(f"{path.name}: {name[:256]!r} is twice there, or past the file's end")
-            tensors[name] = _Tensor(
-                path, entry.dtype, tuple(entry.shape), 8 + length + start, end - start
+            if not 0 <= start <= end <= size - data_start:
+                raise unknown(f"{path.name}: {name[:256]!r} is past the file's end")
+        file_of = _File(path, data_start)
+        tensors.update((name, (file_of, entry)) for name, entry in entries.items())
+        if len(tensors) != before + len(entries):
+            raise unknown(
+                f"{path.name} has a tensor that is in another file too: it is there twice"
             )
     if not tensors:
         raise unknown("the files hold no tensor")
     return tensors
 
 
-def _chosen(tensors: dict[str, _Tensor]) -> list[str]:
+def _chosen(tensors: _Tensors) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for name in tensors:
         kinds.setdefault(_NUMBER.sub("#", name), []).append(name)
@@ -127,21 +131,19 @@ def _hash(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _samples(
-    tensors: dict[str, _Tensor], chosen: Sequence[str], deadline: float
-) -> dict[str, bytes]:
+def _samples(tensors: _Tensors, chosen: Sequence[str], deadline: float) -> dict[str, bytes]:
     samples: dict[str, bytes] = {}
-    by_file: dict[Path, list[str]] = {}
+    by_file: dict[_File, list[tuple[int, int, str]]] = {}
     for name in chosen:
-        by_file.setdefault(tensors[name].path, []).append(name)
-    for path, names in by_file.items():
-        with path.open("rb", buffering=0) as file:
-            for name in sorted(names, key=lambda name: tensors[name].start):
+        of, entry = tensors[name]
+        start, end = entry.data_offsets
+        by_file.setdefault(of, []).append((of.data_start + start, end - start, name))
+    for of, places in by_file.items():
+        with of.path.open("rb", buffering=0) as file:
+            for start, num_bytes, name in sorted(places):
                 _in_time(deadline)
-                tensor = tensors[name]
                 samples[name] = b"".join(
-                    _read(file, tensor.start + at, length)
-                    for at, length in _windows(name, tensor.num_bytes)
+                    _read(file, start + at, length) for at, length in _windows(name, num_bytes)
                 )
     return samples
 
