@@ -244,7 +244,7 @@ def test_text_has_every_reason_with_values_and_remedy(capsys: pytest.CaptureFixt
         "pair-out-of-scope: page_format",
         "decode   standard(H=4, N=16, D=64, bfloat16, HNC)",
         "prefill  aiter-shuffle(H=4, N=16, D=64, bfloat16, v=tiled)",
-        "prefill with standard HNC pages and decode with AITER shuffled pages",
+        "keep standard HNC pages on the side that owns the pages and AITER shuffled ones on the",
         "page_format_conversion off",
     ):
         assert expected in shown

@@ -45,11 +45,15 @@ def test_a_tagged_engine_shows_its_pages(capsys: pytest.CaptureFixture[str]) -> 
     shown = inspected(capsys, tagged(SHUFFLED))
     for expected in (
         "kvpd's connector, tagged",
-        "vLLM         0.33.0",
+        "vLLM           0.33.0",
         "some/model, bfloat16",
-        "4 KV heads of 64, auto",
+        "quantization none",
+        "weights        weights 1",
+        "configuration  1 field, ",
+        "4 KV heads of 64, bfloat16",
+        "speculative    none",
         "TP rank 0 of 1",
-        "page format  aiter-shuffle(H=4, N=16, D=64, bfloat16, v=tiled)",
+        "page format    aiter-shuffle(H=4, N=16, D=64, bfloat16, v=tiled)",
         "6 regions of 3 layers, 528 KiB registered",
         "plane 0",
         "plane 1",

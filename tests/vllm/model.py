@@ -128,7 +128,7 @@ def _write_weights(path: Path, tensors: dict[str, torch.Tensor], num_files: int)
     if num_files == 1:
         _write_safetensors(path / "model.safetensors", tensors)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index in range(num_files):
         file = f"model-{index + 1:05}-of-{num_files:05}.safetensors"
         names = list(tensors)[index::num_files]
