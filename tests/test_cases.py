@@ -287,8 +287,9 @@ def test_hybrid_default() -> None:
         sides.append(kvpd.EngineDescription(kvpd.EngineFacts(**facts), regions))
     verdict = kvpd.negotiate(*sides, convert=True)
     (reason,) = [reason for reason in verdict.reasons if reason.code == "hybrid"]
-    assert "layers.0, layers.2, layers.1, layers.3 in aiter-shuffle" in reason.local
-    assert "layers.0, layers.2, layers.1, layers.3 in standard" in reason.remote
+    layers = "layers.0 sharing its pages with layers.2, layers.1 sharing its pages with layers.3"
+    assert f"{layers} in aiter-shuffle" in reason.local
+    assert f"{layers} in standard" in reason.remote
     assert "--disable-hybrid-kv-cache-manager on both sides" in reason.remedy
     for reason in verdict.reasons:
         assert reason.local != reason.remote

@@ -298,6 +298,29 @@ result.append([facts["model_weights"] is None, facts["model_config"]])
     assert "the configuration cannot be told to peers: AttributeError" in engine.log
 
 
+def test_quantisation_is_the_checkpoints_word(engine: EngineProcess) -> None:
+    """vLLM's own name of one method depends on the kernels of the GPU."""
+    found = engine.call(
+        "evaluate",
+        source="""
+from enum import Enum
+from types import SimpleNamespace
+from kvpd.vllm.adapter.model_facts import _quantization
+Method = Enum("Method", {"FP8": "fp8"})
+def named(vllms, **config):
+    return _quantization(SimpleNamespace(quantization=vllms, hf_config=SimpleNamespace(**config)))
+awq = {"quant_method": "awq", "bits": 4}
+result = [
+    named("awq", quantization_config=awq), named("awq_marlin", quantization_config=awq),
+    named("compressed-tensors", compression_config={"quant_method": "compressed-tensors"}),
+    named("fp8", quantization_config=SimpleNamespace(quant_method=Method.FP8)),
+    named("fp8"), named(None), named(None, quantization_config=None),
+]
+""",
+    )
+    assert found == ["awq", "awq", "compressed-tensors", "fp8", "fp8", "none", "none"]
+
+
 def test_element_types_are_resolved(engine: EngineProcess) -> None:
     found = engine.call(
         "evaluate",

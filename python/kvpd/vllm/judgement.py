@@ -138,11 +138,13 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
 
 def _blocks_error(kernel_blocks: tuple[int, int], remedy: str, expected: str) -> KvpdError:
     here, there = kernel_blocks
+    # Equal numbers are said once: what is wrong then is the number itself.
+    got = f"{here} on both sides" if here == there else f"{here} here, {there} there"
     return KvpdError(
-        f"a block is {here} of the attention kernels' here and {there} there; {remedy}",
+        f"a block is so many of the attention kernels': {got}; {remedy}",
         code="blocks-not-whole",
         field="physical_blocks_per_logical_kv_block",
-        got=f"{here} here, {there} there",
+        got=got,
         expected=expected,
     )
 

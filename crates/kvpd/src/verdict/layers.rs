@@ -6,7 +6,7 @@ use crate::engine::{EngineDescription, LayerGroup};
 use crate::reason::{Code, Reason};
 use crate::region::Region;
 
-use super::words::{self, shorten};
+use super::words::shorten;
 
 /// Pairs the layers of two sides by name, and says which are missing.
 pub(super) fn pair<'a>(
@@ -86,8 +86,7 @@ pub(super) fn compare_order(
     let regions = || (0..).zip(local.regions().iter().zip(remote.regions()));
     let name = |index: usize, region: &Region| {
         let layers: Vec<&str> = region.layers().iter().map(String::as_str).collect();
-        let held = words::held_by(region);
-        format!("regions[{index}] of {} ({held})", shorten(&layers, layers.len()))
+        format!("regions[{index}] of {}", shorten(&layers, layers.len()))
     };
     let place = |region: &Region| (region.layers().to_vec(), region.tag().cloned());
     if let Some((index, (ours, theirs))) = regions().find(|(_, (a, b))| place(a) != place(b)) {

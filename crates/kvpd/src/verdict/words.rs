@@ -44,18 +44,29 @@ pub(super) fn formats(local: &PageFormat, remote: &PageFormat) -> (String, Strin
     (with(here, first.map(|pair| pair.0)), with(there, first.map(|pair| pair.1)))
 }
 
+/// The layers that share one page.
+fn sharing(group: &LayerGroup) -> String {
+    let names: Vec<&str> = group.layers.iter().map(String::as_str).collect();
+    match names.split_first() {
+        Some((first, [])) => (*first).to_owned(),
+        Some((first, rest)) => {
+            format!("{first} sharing its pages with {}", shorten(rest, rest.len()))
+        }
+        None => "regions of no layer".to_owned(),
+    }
+}
+
 /// Which layers keep which format, on either side.
 pub(super) fn formats_of_layers(pairs: &[&FormatPair<'_>]) -> (String, String) {
     let (mut here, mut there) = (Vec::new(), Vec::new());
     for pair in pairs {
-        let names = |side: &dyn Fn(&(&'_ LayerGroup, &'_ LayerGroup)) -> Vec<String>| {
-            let all: Vec<String> = pair.layers.iter().flat_map(side).collect();
-            let shown: Vec<&str> = all.iter().map(String::as_str).collect();
-            shorten(&shown, shown.len())
-        };
+        // Paired layers have one set of names.
+        let all: Vec<String> = pair.layers.iter().map(|(group, _)| sharing(group)).collect();
+        let shown: Vec<&str> = all.iter().map(String::as_str).collect();
+        let names = shorten(&shown, shown.len());
         let (ours, theirs) = formats(pair.local, pair.remote);
-        here.push(format!("{} in {ours}", names(&|group| group.0.layers.clone())));
-        there.push(format!("{} in {theirs}", names(&|group| group.1.layers.clone())));
+        here.push(format!("{names} in {ours}"));
+        there.push(format!("{names} in {theirs}"));
     }
     let join = |parts: &[String]| {
         let mut text = parts.iter().take(SHOWN).cloned().collect::<Vec<_>>().join("; ");
@@ -82,11 +93,6 @@ pub(super) const fn on_off(is_on: bool) -> &'static str {
 pub(super) fn spans<'a>(side: &'a EngineDescription, group: &LayerGroup) -> Vec<&'a [PlaneSpan]> {
     let region = |&index: &usize| side.regions().get(index).and_then(Region::tag);
     group.regions.iter().filter_map(region).map(|tag| tag.spans.as_slice()).collect()
-}
-
-/// Which bytes of a page one region's blocks hold.
-pub(super) fn held_by(region: &Region) -> String {
-    region.tag().map_or_else(|| "untagged".to_owned(), |tag| planes(&tag.spans))
 }
 
 fn planes(spans: &[PlaneSpan]) -> String {

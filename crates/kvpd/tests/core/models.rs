@@ -302,8 +302,8 @@ fn a_hybrid_pair_names_layers_formats_and_the_switch() {
     let reason = verdict.reasons.iter().find(|reason| reason.code == Code::Hybrid).unwrap();
     assert_eq!(
         reason.local,
-        "2 KV groups, hybrid manager on: layers.0, layers.2, layers.1, layers.3 in \
-         aiter-shuffle(H=8, N=16, D=128, bfloat16, v=tiled)"
+        "2 KV groups, hybrid manager on: layers.0 sharing its pages with layers.2, layers.1 \
+         sharing its pages with layers.3 in aiter-shuffle(H=8, N=16, D=128, bfloat16, v=tiled)"
     );
     assert_ne!(reason.local, reason.remote);
     assert!(reason.to_string().contains("--disable-hybrid-kv-cache-manager on both sides"));

@@ -139,38 +139,73 @@ fn apply(facts: &mut EngineFacts, change: usize) {
     }
 }
 
-fn side() -> impl Strategy<Value = EngineDescription> {
+/// What a side is made of.
+#[derive(Clone, Debug)]
+struct Spec {
+    formats: Vec<Option<PageFormat>>,
+    cut: Cut,
+    layers: usize,
+    changes: Vec<usize>,
+}
+
+fn spec() -> impl Strategy<Value = Spec> {
     let formats = proptest::collection::vec(proptest::option::weighted(0.9, format()), 2);
-    (formats, cut(), 0..LAYERS.len(), change()).prop_map(|(formats, cut, layers, changes)| {
-        let mut facts = facts();
-        for change in changes {
-            apply(&mut facts, change);
-        }
-        let mut regions = Vec::new();
-        for (names, index) in LAYERS[layers].iter().zip([0, 1, 0]) {
-            let format = &formats[index];
-            let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-            let held = match format {
-                Some(format) => spans(format, &cut),
-                None => vec![vec![PlaneSpan { plane: 0, start_bytes: 0, num_bytes: 64 }]],
-            };
-            for spans in held {
-                let block_bytes = spans.iter().map(|span| span.num_bytes).sum();
-                let strided = Strided {
-                    address: Address((1 + regions.len() as u64) << 32),
-                    num_blocks: 2,
-                    block_bytes,
-                    block_stride_bytes: block_bytes,
-                    extent_bytes: None,
-                    memory: Memory::Dram,
-                    device: 0,
-                };
-                let tag = format.clone().map(|format| Tag { format, spans });
-                regions.push(Region::new(strided, tag, names.clone()).unwrap());
-            }
-        }
-        EngineDescription::new(facts, regions).unwrap()
+    (formats, cut(), 0..LAYERS.len(), change()).prop_map(|(formats, cut, layers, changes)| Spec {
+        formats,
+        cut,
+        layers,
+        changes,
     })
+}
+
+/// A pair that often differs in few things.
+fn pair() -> impl Strategy<Value = (EngineDescription, EngineDescription)> {
+    (spec(), spec(), any::<[bool; 4]>()).prop_map(|(local, mut remote, same)| {
+        if same[0] {
+            remote.formats.clone_from(&local.formats);
+        }
+        if same[1] {
+            remote.cut = local.cut.clone();
+        }
+        if same[2] {
+            remote.layers = local.layers;
+        }
+        if same[3] {
+            remote.changes.clone_from(&local.changes);
+        }
+        (side(&local), side(&remote))
+    })
+}
+
+fn side(spec: &Spec) -> EngineDescription {
+    let mut facts = facts();
+    for &change in &spec.changes {
+        apply(&mut facts, change);
+    }
+    let mut regions = Vec::new();
+    for (names, index) in LAYERS[spec.layers].iter().zip([0, 1, 0]) {
+        let format = &spec.formats[index];
+        let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+        let held = match format {
+            Some(format) => spans(format, &spec.cut),
+            None => vec![vec![PlaneSpan { plane: 0, start_bytes: 0, num_bytes: 64 }]],
+        };
+        for spans in held {
+            let block_bytes = spans.iter().map(|span| span.num_bytes).sum();
+            let strided = Strided {
+                address: Address((1 + u64::try_from(regions.len()).unwrap()) << 32),
+                num_blocks: 2,
+                block_bytes,
+                block_stride_bytes: block_bytes,
+                extent_bytes: None,
+                memory: Memory::Dram,
+                device: 0,
+            };
+            let tag = format.clone().map(|format| Tag { format, spans });
+            regions.push(Region::new(strided, tag, names.clone()).unwrap());
+        }
+    }
+    EngineDescription::new(facts, regions).unwrap()
 }
 
 proptest! {
@@ -178,7 +213,7 @@ proptest! {
 
     #[test]
     fn a_reason_never_prints_one_text_for_both_sides(
-        local in side(), remote in side(), same in any::<bool>(),
+        (local, remote) in pair(), same in any::<bool>(),
         convert in any::<bool>(), allow_other_weights in any::<bool>(),
     ) {
         let policy = Policy { convert, require_tagged: false, allow_other_weights, converters: &[] };

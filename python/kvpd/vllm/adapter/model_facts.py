@@ -141,9 +141,11 @@ def _quantization(model: Any) -> str:
     config = getattr(model, "hf_config", None)
     for name in ("quantization_config", "compression_config"):
         own = getattr(config, name, None)
+        # A map as it was written, or transformers' object of it.
         method = own.get("quant_method") if isinstance(own, dict) else None
+        method = method or getattr(own, "quant_method", None)
         if method:
-            return str(method)
+            return str(getattr(method, "value", method))
     return str(getattr(model, "quantization", None) or "none")
 
 
