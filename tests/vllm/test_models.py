@@ -16,6 +16,7 @@ SHAPE = ModelShape(kv_heads=2, head_dim=64)
 BLOCK = 16
 
 
+@pytest.mark.core
 def test_what_was_loaded_decides_and_not_what_it_is_called(
     tmp_path: Path, colocated: Colocated
 ) -> None:

@@ -11,6 +11,7 @@ mod words;
 use std::fmt;
 
 use crate::engine::{EngineDescription, LayerGroup};
+use crate::facts::EngineFacts;
 use crate::family::Family;
 use crate::format::PageFormat;
 use crate::reason::{Code, Reason};
@@ -127,7 +128,6 @@ pub fn negotiate(
         // Which layers share their pages is the manager's doing.
         reasons.retain(|reason| reason.code != Code::Layers);
     }
-    let mut served = Outcome::Identical;
     let mut formats: Vec<FormatPair<'_>> = Vec::new();
     for (ours, theirs) in pairs {
         let (Some(a), Some(b)) = (&ours.format, &theirs.format) else {
@@ -159,36 +159,7 @@ pub fn negotiate(
             }
         }
     }
-    let differing: Vec<_> = formats.iter().filter(|pair| pair.local != pair.remote).collect();
-    for pair in &differing {
-        served = serve(pair.local, pair.remote);
-        reasons.extend(formats::differing(pair.local, pair.remote, policy));
-    }
-    if !differing.is_empty() {
-        let (ours, theirs) = (local.facts(), remote.facts());
-        if ours.uses_mla || theirs.uses_mla {
-            reasons.push(Reason::either(Code::Mla, ours.uses_mla, theirs.uses_mla));
-        }
-        let is_hybrid = ours.num_kv_groups > 1 || theirs.num_kv_groups > 1;
-        if is_hybrid {
-            let (here, there) = words::formats_of_layers(&differing);
-            let (here, there) = (words::in_groups(ours, &here), words::in_groups(theirs, &there));
-            reasons.push(Reason::differing(Code::Hybrid, here, there));
-            // Kinds of layers that share memory have pages of no one format: turned off, the
-            // manager gives each its own.
-            if differing.iter().all(|pair| pair.has_shared_pages()) {
-                reasons.retain(|reason| reason.code != Code::Components);
-            }
-        } else if formats.len() > 1 {
-            let all: Vec<_> = differing
-                .iter()
-                .copied()
-                .chain(formats.iter().filter(|pair| pair.local == pair.remote))
-                .collect();
-            let (here, there) = words::formats_of_layers(&all);
-            reasons.push(Reason::differing(Code::MixedFormats, here, there));
-        }
-    }
+    let served = serve_differing(local.facts(), remote.facts(), &formats, policy, &mut reasons);
     if served == Outcome::Identical && reasons.is_empty() {
         layers::compare_order(local, remote, &mut reasons);
     }
@@ -210,6 +181,47 @@ impl FormatPair<'_> {
     fn has_shared_pages(&self) -> bool {
         self.layers.iter().any(|(ours, theirs)| ours.layers.len().max(theirs.layers.len()) > 1)
     }
+}
+
+/// How pages of several formats are served, and what keeps those that differ from being converted.
+fn serve_differing(
+    local: &EngineFacts,
+    remote: &EngineFacts,
+    formats: &[FormatPair<'_>],
+    policy: Policy<'_>,
+    reasons: &mut Vec<Reason>,
+) -> Outcome {
+    let differing: Vec<_> = formats.iter().filter(|pair| pair.local != pair.remote).collect();
+    let mut served = Outcome::Identical;
+    for pair in &differing {
+        served = serve(pair.local, pair.remote);
+        reasons.extend(formats::differing(pair.local, pair.remote, policy));
+    }
+    if !differing.is_empty() {
+        if local.uses_mla || remote.uses_mla {
+            reasons.push(Reason::either(Code::Mla, local.uses_mla, remote.uses_mla));
+        }
+        let is_hybrid = local.num_kv_groups > 1 || remote.num_kv_groups > 1;
+        if is_hybrid {
+            let (here, there) = words::formats_of_layers(&differing);
+            let (here, there) = (words::in_groups(local, &here), words::in_groups(remote, &there));
+            reasons.push(Reason::differing(Code::Hybrid, here, there));
+            // Kinds of layers that share memory have pages of no one format: turned off, the
+            // manager gives each its own.
+            if differing.iter().all(|pair| pair.has_shared_pages()) {
+                reasons.retain(|reason| reason.code != Code::Components);
+            }
+        } else if formats.len() > 1 {
+            let all: Vec<_> = differing
+                .iter()
+                .copied()
+                .chain(formats.iter().filter(|pair| pair.local == pair.remote))
+                .collect();
+            let (here, there) = words::formats_of_layers(&all);
+            reasons.push(Reason::differing(Code::MixedFormats, here, there));
+        }
+    }
+    served
 }
 
 fn untagged_region(local: &LayerGroup, remote: &LayerGroup) -> Reason {
