@@ -1,6 +1,7 @@
 """The conversion kernels on a real GPU: ``pytest -m gpu tests/gpu/check_convert.py``.
 
-Not collected otherwise: a machine without a GPU must not report these as passed.
+``-m 'gpu and not slow'`` is a cut of a minute: every shape once, each kind of test. Not collected
+otherwise: a machine without a GPU must not report these as passed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kvpd.cli.convert_bench.workloads import QWEN3_8B, make_cache, make_ids
 from kvpd.convert import ConversionQueue, Pages, prepare
 from kvpd.convert.launch import TritonConversion
 from kvpd.convert.plan import Tuning
-from tests.convert.cases import Case, check, full_matrix, pair, set_up
+from tests.convert.cases import Case, check, default_matrix, full_matrix, pair, set_up
 from tests.convert.slot_writer import random_tokens, write_page
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +34,12 @@ DEVICE = "cuda"
 SHAPE = pair(8, 16, 128, "bfloat16", "tiled", reverse=False)
 
 
+@pytest.mark.parametrize("case", list(default_matrix()), ids=str)
+def test_every_shape(case: Case) -> None:
+    check(case, TritonConversion, device=DEVICE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(full_matrix()), ids=str)
 def test_matrix(case: Case) -> None:
     check(case, TritonConversion, device=DEVICE)
@@ -59,6 +66,7 @@ def test_head_sizes_that_are_no_power_of_two(head_dim: int, in_place: bool) -> N
     check(Case(*specs, in_place, "planes", 0, torch.int32), TritonConversion, device=DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("num_warps", [4, 16])
 @pytest.mark.parametrize("tile_bytes", [4096, 65536])
@@ -222,7 +230,10 @@ def test_queue_waits_for_the_submitting_stream_and_never_reuses_ids_in_flight() 
     assert torch.equal(target.memory, expected.memory)
 
 
-def test_default_kernels_do_not_spill() -> None:
+@pytest.mark.parametrize(
+    "matrix", [default_matrix, pytest.param(full_matrix, marks=pytest.mark.slow)]
+)
+def test_default_kernels_do_not_spill(matrix: Callable[[], Iterator[Case]]) -> None:
     """Every shape of 1- and 2-byte elements, pages whole or in planes, with default tuning.
 
     Two kinds spill 8 to 16 bytes with triton 3.6.0 and are left out: float32 heads of 64 KiB, and
@@ -231,7 +242,7 @@ def test_default_kernels_do_not_spill() -> None:
     from kvpd.convert.kernels import convert_kernel
 
     convert_kernel.device_caches.clear()
-    for case in [*full_matrix(), *long_pages()]:
+    for case in [*matrix(), *long_pages()]:
         if case.source.dtype == "float32" or case.holding == "heads":
             continue
         setup = set_up(replace(case, num_layers=1, num_blocks=3), device=DEVICE)
@@ -246,6 +257,7 @@ def test_default_kernels_do_not_spill() -> None:
         assert kernel.n_spills == 0, kernel.metadata
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer(tool: str) -> None:
     """A few conversions of each kind under NVIDIA's checker, where it is installed."""

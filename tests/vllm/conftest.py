@@ -23,7 +23,7 @@ from tests.vllm.pair import DECODE_TOKENS
 
 HERE = Path(__file__).parent
 NEED_NO_VLLM = tuple(
-    f"test_{name}.py" for name in ("docs", "judgement", "link", "readers", "units")
+    f"test_{name}.py" for name in ("docs", "judgement", "link", "readers", "slab_size", "units")
 )
 PROBE = "import nixl._api, vllm, vllm.entrypoints.llm; print(vllm.__version__)"
 

@@ -110,7 +110,15 @@ finally:
 
 @pytest.mark.parametrize(
     ("extra", "as_stock"),
-    [({}, True), ({"slab_bytes": 1 << 20}, False), ({"direct_transfer": True}, False)],
+    [
+        ({}, True),
+        # Whether there is a slab is then decided when caches are registered: none that can sleep.
+        ({"page_format_conversion": True}, True),
+        ({"page_format_conversion": True, "slab_bytes": 0}, True),
+        ({"page_format_conversion": True, "slab_bytes": 1 << 20}, False),
+        ({"slab_bytes": 1 << 20}, True),
+        ({"direct_transfer": True}, False),
+    ],
 )
 def test_memory_of_ours_does_not_sleep(
     engine: EngineProcess, extra: dict[str, object], as_stock: bool

@@ -30,6 +30,7 @@ from kvpd.vllm.adapter.handshake import (
     received_digest,
 )
 from kvpd.vllm.adapter.limits import config_error
+from kvpd.vllm.adapter.memory import default_slab_bytes
 from kvpd.vllm.adapter.stats import KvpdStats
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.converters import register_converters
@@ -83,6 +84,9 @@ class KvpdWorker(NixlPullConnectorWorker):
             self.xfer_stats,
             time.perf_counter,
             max_request_pages=-(-self.model_config.max_model_len // self.block_size),
+            default_slab_bytes=default_slab_bytes(
+                self.vllm_config, self._config, description, next(iter(kv_caches.values())).device
+            ),
         )
         attach_tag(
             self.xfer_handshake_metadata,
