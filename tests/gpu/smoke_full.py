@@ -58,7 +58,7 @@ class Tight:
 
 
 TIGHT = {
-    "a smaller slab": Tight(4 * GIBIBYTE + 3 * GIBIBYTE // 8, True, "the slab has "),
+    "a smaller slab": Tight(5 * GIBIBYTE + GIBIBYTE // 4, True, "the slab has "),
     "no slab": Tight(2 * GIBIBYTE, False, "no slab, raw pages land in the cache"),
 }
 
