@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
 
 from kvpd import PageFormat
 from kvpd.cli.convert_bench.workloads import QWEN3_8B, make_cache, make_ids
@@ -235,7 +236,7 @@ def test_default_kernels_spill_no_more_than_is_known(matrix: Callable[[], Iterat
         (kernel,) = conversion._compiled.values()
         kernel._init_handles()
         # Triton counts 4-byte registers.
-        assert 4 * kernel.n_spills <= known_spill_bytes(case), case
+        assert 4 * kernel.n_spills <= known_spill_bytes(case, triton.__version__), case
 
 
 @pytest.mark.slow
