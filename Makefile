@@ -14,9 +14,10 @@ WRITERS  := target/writers
 VLLM33   := target/vllm-0.33.0
 OLDER    := target/vllm-0.30.0 target/vllm-0.31.0
 AMD      := target/amd
+GPU_PYTHON ?= python3
 CORE   := $(shell find crates -name '*.rs' -path '*/src/*') $(wildcard crates/*/Cargo.toml) Cargo.toml Cargo.lock rust-toolchain.toml pyproject.toml
 
-.PHONY: help demo test lint types rust-test python-test test-vllm test-slow test-matrix amd-report bench clean
+.PHONY: help demo test lint types rust-test python-test gpu-smoke gpu-smoke-is-current test-vllm test-slow test-matrix amd-report bench clean
 
 help:
 	@sed -n 's/^## \([a-z-]*\): /  make \1\t/p' Makefile | expand -t 20
@@ -26,7 +27,7 @@ demo: $(BUILT) $(VLLM)
 	@$(BIN)/kvpd demo --vllm
 
 ## test: formats, lints, types, and all tests
-test: lint types rust-test python-test
+test: lint types rust-test python-test gpu-smoke-is-current
 
 ## lint: rustfmt, clippy, ruff, and who may import what
 lint: $(BUILT)
@@ -48,6 +49,14 @@ rust-test:
 ## python-test: the rest, with a core set of tests in real vLLM on CPUs
 python-test: $(BUILT) $(TRITON36) $(WRITERS) $(VLLM) $(VLLM33) $(OLDER)
 	KVPD_REQUIRE_VLLM=1 $(BIN)/python -m pytest
+
+# Last, and no failure: whoever changes the code may have no GPU.
+gpu-smoke-is-current: $(BUILT)
+	@$(BIN)/python -m tests.gpu.smoke --is-current || true
+
+## gpu-smoke: on an NVIDIA GPU, with vLLM installed: kernels, placements, engines; docs/data/gpu-smoke.json
+gpu-smoke:
+	$(GPU_PYTHON) -m tests.gpu.smoke
 
 ## test-vllm: all but the slow tests in real vLLM on CPUs
 test-vllm: $(BUILT) $(VLLM) $(VLLM33) $(OLDER)

@@ -2,7 +2,8 @@
 
 Run as a process of its own, without ``TRITON_INTERPRET``:
 ``python -m tests.convert.compile_probe [--kernels FILE] [--only WORD]``. FILE replaces
-``kvpd/convert/kernels.py``, for mutants.
+``kvpd/convert/kernels.py``, for mutants. ``--spills`` looks at the kernels of all cases that tests
+convert, and says what their threads' stacks take on NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -68,9 +71,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kernels", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--spills", action="store_true")
     args = parser.parse_args()
     kernel = _kernel(args.kernels)
-    facts = list(_facts(kernel, args.only))
+    facts = list(_stacks(kernel) if args.spills else _facts(kernel, args.only))
     json.dump({"triton": triton.__version__, "facts": facts}, sys.stdout)
 
 
@@ -103,6 +107,43 @@ def _facts(kernel: Any, only: str) -> Iterator[dict[str, Any]]:
                 }
 
 
+def _stacks(kernel: Any) -> Iterator[dict[str, Any]]:
+    """Each kernel of a case, and the bytes that its stack takes."""
+    from kvpd.convert.launch import _piece_bytes
+    from tests.convert.cases import set_up
+    from tests.convert.spills import every_case, kernel_name
+
+    seen = set()
+    for case in every_case():
+        setup = set_up(replace(case, num_layers=1, num_blocks=3))
+        source, target = setup.source, setup.target.pages
+        chosen = specialise(
+            source.format,
+            target.format,
+            IN_PLACE if case.in_place else OUT_OF_PLACE,
+            in_place=case.in_place,
+            source_piece_bytes=_piece_bytes(source, "source"),
+            target_piece_bytes=_piece_bytes(target, "target"),
+            hip=False,
+        )
+        key = (str(chosen.constants), chosen.num_warps, case.id_dtype)
+        if key in seen:
+            continue
+        seen.add(key)
+        ids = "*i64" if case.id_dtype == torch.int64 else "*i32"
+        types, constants, aligned = _signature(kernel, chosen)
+        types |= {"source_ids": ids, "target_ids": ids}
+        compiled = triton.compile(
+            ASTSource(kernel, types, constants, aligned),
+            target=TARGETS["sm_90"],
+            options={"num_warps": chosen.num_warps},
+        )
+        yield {
+            "name": kernel_name(case),
+            "stack_bytes": _nvidia_bytes(compiled.asm["ptx"], "stack frame"),
+        }
+
+
 def _compile(
     kernel: Any, source: PageFormat, target: PageFormat, placement: str, gpu: GPUTarget
 ) -> dict[str, Any]:
@@ -131,7 +172,7 @@ def _compile(
         "meets": in_place and chosen.num_parts > 1,
         "vectors_per_thread": tiles * chosen.plan.tile_bytes / 16 / threads,
         "shared": compiled.metadata.shared,
-        "spills": _amd_spills(text) if hip else _nvidia_spills(text),
+        "spills": _amd_spills(text) if hip else _nvidia_bytes(text, "spill"),
         "sequence": _sequence(text, AMDGCN if hip else PTX),
     }
 
@@ -170,7 +211,7 @@ def _sequence(text: str, kinds: dict[str, str]) -> list[str]:
     return found
 
 
-def _nvidia_spills(ptx: str) -> int:
+def _nvidia_bytes(ptx: str, what: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
@@ -181,7 +222,7 @@ def _nvidia_spills(ptx: str) -> int:
             text=True,
             check=True,
         )
-    return sum(int(number) for number in re.findall(r"(\d+) bytes spill", done.stderr))
+    return sum(int(number) for number in re.findall(rf"(\d+) bytes {what}", done.stderr))
 
 
 def _amd_spills(text: str) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvpd import convert
+from tests.convert.spills import SPILLED_BYTES
 
 KERNELS = Path(convert.__file__).with_name("kernels.py")
 ROOT = Path(__file__).parents[2]
@@ -27,12 +28,15 @@ SHARED_LIMIT_BYTES = {"sm_90": 232_448, "gfx942": 65_536, "gfx950": 163_840}
 MAX_NARROW_LOADS = 10
 
 
-def probe(*, other: bool = False, kernels: Path | None = None, only: str = "") -> dict[str, Any]:
+def probe(
+    *, other: bool = False, kernels: Path | None = None, only: str = "", spills: bool = False
+) -> dict[str, Any]:
     """Compile in a process of its own: this one may have chosen the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(OTHER_TRITON)] if other else []
     environment["PYTHONPATH"] = os.pathsep.join([*paths, str(ROOT), *sys.path[1:]])
     arguments = ["--kernels", str(kernels)] if kernels is not None else []
+    arguments += ["--spills"] if spills else []
     done = subprocess.run(
         [sys.executable, "-m", "tests.convert.compile_probe", "--only", only, *arguments],
         cwd=ROOT,
@@ -106,6 +110,21 @@ def test_every_kernel(other: bool) -> None:
     assert (result["triton"] == "3.6.0") == other
     bad = {fact["name"]: complaints(fact) for fact in result["facts"] if complaints(fact)}
     assert not bad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [False, True], ids=["installed", "3.6.0"])
+def test_only_the_known_kernels_spill(other: bool) -> None:
+    """All kernels of the cases that tests convert, as many as a GPU would compile."""
+    if other and not OTHER_TRITON.is_dir():
+        pytest.skip("NOT CHECKED WITH TRITON 3.6.0")
+    result = probe(other=other, spills=True)
+    assert len(result["facts"]) > 300
+    found: dict[str, int] = {}
+    for fact in result["facts"]:
+        if fact["stack_bytes"]:
+            found[fact["name"]] = max(fact["stack_bytes"], found.get(fact["name"], 0))
+    assert found == SPILLED_BYTES[result["triton"]]
 
 
 SMALL = "H8N16D128-bfloat16-tiled-forth-in-place"

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from kvpd.words import Placement
 
-Backend = Literal["standard", "shuffled"]
+# "standard" is TRITON_ATTN, "flash" FLASH_ATTN: both keep standard pages, and compute otherwise.
+Backend = Literal["standard", "flash", "shuffled"]
 Connector = Literal["stock", "kvpd"]
 
 
@@ -40,22 +41,27 @@ class Arm:
     @property
     def converts(self) -> bool:
         """Whether the pages arrive in another format than they were sent in."""
-        return self.is_right and self.prefill.backend != self.decode.backend
+        shuffles = [side.backend == "shuffled" for side in (self.prefill, self.decode)]
+        return self.is_right and shuffles[0] != shuffles[1]
 
 
 EQUAL = Side("standard", "stock")
 KVPD = Side("standard", "kvpd")
 CONVERTING: dict[str, Any] = {"page_format_conversion": True}
-IN_PLACE = Side("shuffled", "kvpd", CONVERTING)
+DEFAULT = Side("shuffled", "kvpd", CONVERTING)
+IN_PLACE = Side("shuffled", "kvpd", CONVERTING | {"slab_bytes": 0})
 # 256 blocks of Qwen3-8B's pages: a request of 4,096 tokens.
 SLAB = Side("shuffled", "kvpd", CONVERTING | {"slab_bytes": 603_979_776})
 OFFERING = Side("standard", "kvpd", {"direct_transfer": True})
 DIRECT = Side("shuffled", "kvpd", CONVERTING | {"direct_transfer": True})
+FLASH = Side("flash", "kvpd")
+FLASH_OFFERING = Side("flash", "kvpd", {"direct_transfer": True})
 
 ARMS: dict[str, Arm] = {
     "stock, equal formats": Arm(EQUAL, EQUAL),
     "stock, standard to shuffled": Arm(EQUAL, Side("shuffled", "stock"), is_right=False),
     "kvpd, equal formats": Arm(KVPD, KVPD),
+    "kvpd, default": Arm(KVPD, DEFAULT, placement="staged"),
     "kvpd, in place": Arm(KVPD, IN_PLACE, placement="in_place"),
     "kvpd, in place, main stream": Arm(KVPD, IN_PLACE, on_main_stream=True, placement="in_place"),
     "kvpd, slab": Arm(KVPD, SLAB, placement="staged"),
@@ -63,4 +69,18 @@ ARMS: dict[str, Arm] = {
     "kvpd, direct": Arm(OFFERING, DIRECT, placement="direct"),
     "kvpd, direct, main stream": Arm(OFFERING, DIRECT, on_main_stream=True, placement="direct"),
     "kvpd, direct, equal formats": Arm(OFFERING, OFFERING, placement="direct"),
+}
+_HOW: tuple[tuple[str, Side, Placement | None], ...] = (
+    ("default", DEFAULT, "staged"),
+    ("in place", IN_PLACE, "in_place"),
+    ("direct", DIRECT, "direct"),
+)
+# Two prefills and five decoders.
+SMOKE_ARMS: dict[str, Arm] = {
+    f"{name}, {how}": Arm(prefill, decode, placement=placement)
+    for name, prefill, equal in (
+        ("TRITON_ATTN", OFFERING, KVPD),
+        ("FLASH_ATTN", FLASH_OFFERING, FLASH),
+    )
+    for how, decode, placement in (*_HOW, ("equal formats", equal, None))
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,15 @@ FULL = Scale(
     num_blocks=2048,
     max_model_len=4608,
 )
+# What has to be right, in minutes: fewer layers, and hardly anything is timed.
+SMOKE = replace(
+    FULL,
+    model=ModelSize(layers=12, hidden=1024, max_tokens=8192),
+    num_churned=1,
+    num_measured=3,
+    num_burst=4,
+    num_blocks=1024,
+)
 TINY = Scale(
     model=ModelSize(),
     shape=ModelShape(),
@@ -123,16 +132,19 @@ class Bed:
 
     def sides(self, arm: Arm) -> tuple[EngineOptions, EngineOptions]:
         """Both engines of a pair."""
-        switches = {"convert_on_main_stream": arm.on_main_stream}
         return (
-            self._options(arm.prefill.backend, _transfer(arm.prefill, "kv_producer", self), 0, {}),
-            self._options(
-                arm.decode.backend,
-                _transfer(arm.decode, "kv_consumer", self),
-                self.num_gpus - 1,
-                switches,
-            ),
+            self.prefill(arm.prefill),
+            self.decode(arm.decode, convert_on_main_stream=arm.on_main_stream),
         )
+
+    def prefill(self, side: Side) -> EngineOptions:
+        """A prefill, on the first GPU."""
+        return self._options(side.backend, _transfer(side, "kv_producer", self), 0, {})
+
+    def decode(self, side: Side, **switches: Any) -> EngineOptions:
+        """A decoder, on the last GPU."""
+        transfer = _transfer(side, "kv_consumer", self)
+        return self._options(side.backend, transfer, self.num_gpus - 1, switches)
 
     @property
     def buffer_device(self) -> str:
@@ -142,8 +154,16 @@ class Bed:
     def implementation(self, backend: str) -> str:
         """The attention class that has to be in use."""
         names = {
-            True: {"standard": "TritonAttentionImpl", "shuffled": "ShuffledTritonImpl"},
-            False: {"standard": "StandardAttention", "shuffled": "ShuffledAttention"},
+            True: {
+                "standard": "TritonAttentionImpl",
+                "flash": "FlashAttentionImpl",
+                "shuffled": "ShuffledTritonImpl",
+            },
+            False: {
+                "standard": "StandardAttention",
+                "flash": "StandardAttention",
+                "shuffled": "ShuffledAttention",
+            },
         }
         return names[self.num_gpus > 0][backend]
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvpd.convert import Completion, ConversionQueue
@@ -19,6 +20,7 @@ from kvpd.request import Ready
 from tests.vllm import engine as bed
 
 SHUFFLED_BACKEND = "tests.gpu.backend.ShuffledTritonBackend"
+OF_VLLM = {"standard": "TRITON_ATTN", "flash": "FLASH_ATTN"}
 
 
 @dataclass
@@ -51,19 +53,22 @@ class TimedEngine(bed.Engine):
         self.ready: dict[str, Ready] = {}
         self.main_stream_submits = 0
         self.converted_at: list[float] = []
+        self.freed: dict[str, list[int]] = {}
         self._watch_conversions()
         if options["switches"].get("convert_on_main_stream"):
             self._convert_on_main_stream()
         super().__init__(options)
 
     def choose_backend(self, options: dict[str, Any]) -> dict[str, Any]:
-        """On GPUs "standard" is vLLM's Triton backend, "shuffled" ours (backend.py)."""
+        """On GPUs "standard" and "flash" are vLLM's, "shuffled" is ours (backend.py)."""
         if self.device == "cpu":
-            return super().choose_backend(options)
+            # Nothing else keeps standard pages there.
+            backend = options["backend"].replace("flash", "standard")
+            return super().choose_backend(options | {"backend": backend})
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        if options["backend"] == "standard":
-            return {"attention_config": {"backend": "TRITON_ATTN"}}
+        if options["backend"] in OF_VLLM:
+            return {"attention_config": {"backend": OF_VLLM[options["backend"]]}}
         register_backend(AttentionBackendEnum.CUSTOM, SHUFFLED_BACKEND)
         return {"attention_config": {"backend": "CUSTOM"}}
 
@@ -101,11 +106,22 @@ class TimedEngine(bed.Engine):
         return requested
 
     def _watch_requests(self) -> None:
+        self._watch_frees()
         worker = self.connector_worker()
         if worker is not None:
             self._time_requests(worker)
         # Outside: what the bed notes for itself is not the connector's time.
         super()._watch_requests()
+
+    def _watch_frees(self) -> None:
+        manager = self.scheduler.kv_cache_manager
+        free = manager.free
+
+        def noted(request: Any) -> None:
+            self.freed[request.request_id] = list(manager.get_block_ids(request.request_id)[0])
+            free(request)
+
+        manager.free = noted
 
     def _time_requests(self, worker: Any) -> None:
         start, results = worker.start_load_kv, worker.get_transfer_results
@@ -148,6 +164,32 @@ class TimedEngine(bed.Engine):
         if self.device == "cuda":
             facts["name"] = torch.cuda.get_device_name()
         return facts
+
+    def do_blocks_of(self, name: str) -> list[int]:
+        """The blocks that a finished request had; they hold its pages until somebody takes them."""
+        (blocks,) = (self.freed[key] for key in self.freed if _is_request(key, name))
+        return blocks
+
+    def do_load(self, path: str, blocks: list[int]) -> None:
+        """Overwrite these blocks with pages as `do_dump` wrote them."""
+        pages = torch.from_numpy(np.load(path))
+        for raw, of_layer in zip(self.raw_pages(), pages, strict=True):
+            raw[blocks] = of_layer.reshape(len(blocks), *raw.shape[1:]).to(raw.device)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def do_memory(self) -> dict[str, Any]:
+        """Bytes of the slab (0 without one), of the GPU and free on it."""
+        link = getattr(self.connector_worker(), "_link", None)
+        receiver = None if link is None else link._receiver
+        slab = None if receiver is None else receiver._slab
+        free_bytes, total_bytes = torch.cuda.mem_get_info() if self.device == "cuda" else (0, 0)
+        return {
+            "slab_bytes": 0 if slab is None else slab.tensor.numel(),
+            "free_bytes": free_bytes,
+            "total_bytes": total_bytes,
+            "num_blocks": self.engine.vllm_config.cache_config.num_gpu_blocks,
+        }
 
     def do_hand_over(self, request: dict[str, Any]) -> dict[str, Any]:
         """Decode a prefilled request while nobody talks to this engine.

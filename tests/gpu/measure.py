@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tests.gpu.arms import Arm
 from tests.gpu.bed import BLOCK_TOKENS, Bed, Scale
 from tests.gpu.latency import disturbance
 from tests.vllm.client import EngineProcess
-from tests.vllm.pair import Pair, decode, prompts
+from tests.vllm.pair import decode, prefill, prompts
 
 COMPARED_TOKENS = 16
 REPORTED = (
@@ -36,14 +36,26 @@ def fresh(count: int, blocks: int) -> list[list[int]]:
     ]
 
 
-def compared_prompts(scale: Scale) -> list[list[int]]:
-    """One of each length, and one that begins like the longest; the same at each call."""
+class Ends(Protocol):
+    """Two engines, or those of `tests.vllm.pair.Pair`."""
+
+    @property
+    def prefill(self) -> EngineProcess:
+        """The one that is read from."""
+
+    @property
+    def decode(self) -> EngineProcess:
+        """The one that reads."""
+
+
+def compared_prompts(scale: Scale, first_seed: int = 0) -> list[list[int]]:
+    """One of each length, and one that begins like the longest; the same for the same seed."""
     own = [
         prompts(1, blocks=blocks, block_size=BLOCK_TOKENS, seed=seed)[0]
-        for seed, blocks in enumerate(scale.blocks)
+        for seed, blocks in enumerate(scale.blocks, first_seed)
     ]
     head = own[-1][: scale.shared_blocks * BLOCK_TOKENS]
-    return [*own, head + prompts(1, blocks=2, block_size=BLOCK_TOKENS, seed=99)[0]]
+    return [*own, head + prompts(1, blocks=2, block_size=BLOCK_TOKENS, seed=first_seed + 99)[0]]
 
 
 def tokens_alone(engine: EngineProcess, batch: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -54,24 +66,66 @@ def tokens_alone(engine: EngineProcess, batch: Sequence[Sequence[int]]) -> list[
     """
     found = []
     for prompt in batch:
-        for max_tokens in (1, COMPARED_TOKENS):
-            name = f"alone-{next(_names)}"
-            request = {"id": name, "prompt": list(prompt), "max_tokens": max_tokens}
-            done = engine.run([request])
-        found.append(done[name]["tokens"])
+        _run_alone(engine, prompt, 1)
+        found.append(_run_alone(engine, prompt, COMPARED_TOKENS)[1])
     return found
 
 
+def tokens_from_pages_of(
+    source: EngineProcess,
+    engine: EngineProcess,
+    batch: Sequence[Sequence[int]],
+    directory: Path,
+) -> list[list[int]]:
+    """Tokens that `engine` computes from the pages that `source` makes of each prompt.
+
+    As `tokens_alone`, with the source's bytes put into the engine's cached blocks between the two
+    runs: what a decoder has to answer to another backend's pages, without any transfer.
+    """
+    found = []
+    for prompt in batch:
+        # The last block is not full, so it is not kept; the second run computes its one token.
+        whole = slice(len(prompt) // BLOCK_TOKENS)
+        theirs = source.call("blocks_of", name=_run_alone(source, prompt, 1)[0])[whole]
+        ours = engine.call("blocks_of", name=_run_alone(engine, prompt, 1)[0])[whole]
+        path = directory / f"pages-{next(_names)}.npy"
+        source.call("dump", path=str(path), blocks=theirs)
+        engine.call("load", path=str(path), blocks=ours)
+        path.unlink()
+        found.append(_run_alone(engine, prompt, COMPARED_TOKENS)[1])
+    return found
+
+
+def _run_alone(
+    engine: EngineProcess, prompt: Sequence[int], max_tokens: int
+) -> tuple[str, list[int]]:
+    """(the request's name, its tokens)."""
+    name = f"alone-{next(_names)}"
+    done = engine.run([{"id": name, "prompt": list(prompt), "max_tokens": max_tokens}])
+    return name, done[name]["tokens"]
+
+
 def check(
-    pair: Pair, arm: Arm, bed: Bed, expected: Sequence[Sequence[int]], directory: Path
+    pair: Ends,
+    arm: Arm,
+    bed: Bed,
+    expected: Sequence[Sequence[int]],
+    directory: Path,
+    first_seed: int = 0,
 ) -> dict[str, Any]:
-    """Hand over one by one, then several at once; what came out right."""
+    """Hand over one by one, then several at once; what came out right.
+
+    `first_seed` is the prompts'; a decoder that has seen them already would have nothing to read.
+    """
     requests = []
-    for prompt, tokens in zip(compared_prompts(bed.scale), expected, strict=True):
+    for prompt, tokens in zip(compared_prompts(bed.scale, first_seed), expected, strict=True):
         (answer,) = _hand_over(pair, arm, bed, [prompt], directory)
         requests.append(answer | {"right_tokens": answer.pop("tokens") == tokens})
     batch = prompts(
-        bed.scale.num_burst, blocks=bed.scale.blocks[-3], block_size=BLOCK_TOKENS, seed=77
+        bed.scale.num_burst,
+        blocks=bed.scale.blocks[-3],
+        block_size=BLOCK_TOKENS,
+        seed=first_seed + 77,
     )
     together = _hand_over(pair, arm, bed, batch, directory)
     for answer in together:
@@ -81,14 +135,14 @@ def check(
 
 
 def _hand_over(
-    pair: Pair, arm: Arm, bed: Bed, batch: Sequence[Sequence[int]], directory: Path
+    pair: Ends, arm: Arm, bed: Bed, batch: Sequence[Sequence[int]], directory: Path
 ) -> list[dict[str, Any]]:
     """Hand prompts over at once; for each: tokens, and how many pages hold what they must.
 
     Pages are compared when they were reported received and have not been used yet: with the
     prefill's own bytes, as they are or shuffled by the oracle.
     """
-    requests = pair.prefill_only(batch, COMPARED_TOKENS)
+    requests = prefill(pair.prefill, batch, COMPARED_TOKENS)
     with tempfile.TemporaryDirectory(dir=directory) as name:
         sources = [
             pair.prefill.pages(Path(name), request["kv_transfer_params"]["remote_block_ids"][0])
@@ -114,16 +168,21 @@ def _hand_over(
     return answers
 
 
-def churn(pair: Pair, scale: Scale) -> None:
+def churn(pair: Ends, scale: Scale) -> None:
     """Use the pools until free blocks are in the order that use leaves them in."""
     for _ in range(scale.num_churned):
         _timed_hand_over(pair, scale)
 
 
-def measure(pair: Pair, scale: Scale) -> dict[str, Any]:
+def hand_overs(pair: Ends, scale: Scale) -> list[dict[str, Any]]:
+    """One by one, each to an idle decoder."""
+    return [_timed_hand_over(pair, scale) for _ in range(scale.num_measured)]
+
+
+def measure(pair: Ends, scale: Scale) -> dict[str, Any]:
     """Hand-overs one by one, arrivals beside a running request, and arrivals at once."""
     return {
-        "hand_overs": [_timed_hand_over(pair, scale) for _ in range(scale.num_measured)],
+        "hand_overs": hand_overs(pair, scale),
         "arrivals": [_arrivals(pair, scale, scale.spacing_tokens) for _ in range(scale.num_rounds)],
         "back_to_back": [_arrivals(pair, scale, 0) for _ in range(scale.num_rounds)],
         "burst_seconds": _burst(pair, scale),
@@ -131,11 +190,11 @@ def measure(pair: Pair, scale: Scale) -> dict[str, Any]:
     }
 
 
-def _prefilled(pair: Pair, scale: Scale, count: int) -> list[dict[str, Any]]:
-    return pair.prefill_only(fresh(count, scale.measured_blocks), 1)
+def _prefilled(pair: Ends, scale: Scale, count: int) -> list[dict[str, Any]]:
+    return prefill(pair.prefill, fresh(count, scale.measured_blocks), 1)
 
 
-def _timed_hand_over(pair: Pair, scale: Scale) -> dict[str, Any]:
+def _timed_hand_over(pair: Ends, scale: Scale) -> dict[str, Any]:
     (request,) = _prefilled(pair, scale, 1)
     before = pair.decode.call("metrics")
     answer: dict[str, Any] = pair.decode.call("hand_over", request=request)
@@ -144,7 +203,7 @@ def _timed_hand_over(pair: Pair, scale: Scale) -> dict[str, Any]:
     return answer | {"metrics": {name: grown[name] for name in REPORTED if name in grown}}
 
 
-def _arrivals(pair: Pair, scale: Scale, spacing_tokens: int) -> dict[str, Any]:
+def _arrivals(pair: Ends, scale: Scale, spacing_tokens: int) -> dict[str, Any]:
     arrivals = _prefilled(pair, scale, scale.num_arrivals)
     victim = {
         "id": f"victim-{next(_names)}",
@@ -164,7 +223,7 @@ def _arrivals(pair: Pair, scale: Scale, spacing_tokens: int) -> dict[str, Any]:
     return asdict(disturbance(found["stamps"], found["events"]))
 
 
-def _burst(pair: Pair, scale: Scale) -> list[float]:
+def _burst(pair: Ends, scale: Scale) -> list[float]:
     requests = _prefilled(pair, scale, scale.num_burst)
     seconds: list[float] = pair.decode.call("first_tokens", arrivals=requests)
     return seconds

@@ -36,7 +36,13 @@ PRELOADED = {
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_model_runner",
         "vllm.v1.worker.cpu_worker",
-    )
+    ),
+    "tests.gpu.engine": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.qwen3",
+        "vllm.v1.engine.core",
+    ),
 }
 BASE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -26,7 +26,7 @@ NEED_NO_VLLM = tuple(
     f"test_{name}.py"
     for name in (
         *("docs", "fingerprint", "judgement", "link", "lost"),
-        *("pairing", "readers", "reference", "units"),
+        *("pairing", "readers", "reference", "slab_size", "units"),
     )
 )
 PROBE = "import nixl._api, vllm, vllm.entrypoints.llm; print(vllm.__version__)"

@@ -120,21 +120,26 @@ class Engine:
         reinterpreted.
         """
         per_layer = []
+        for raw in self.raw_pages():
+            wanted = raw if blocks is None else raw[blocks]
+            per_layer.append(wanted.reshape(len(wanted), -1).cpu())
+        return torch.stack(per_layer).numpy()
+
+    def raw_pages(self) -> list[torch.Tensor]:
+        """The cache's own bytes, for each layer [block, head slot, slot bytes]."""
+        per_layer = []
         for name in sorted(self.layers()):
             cache = self.layers()[name]
-            num_blocks, slots = cache.shape[0], cache.shape[1]
             size = cache.element_size()
-            slot_bytes = cache.shape[2] * cache.shape[3] * size
-            storage = cache.untyped_storage()
-            raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
-                storage,
-                cache.storage_offset() * size,
-                (num_blocks, slots, slot_bytes),
-                (cache.stride(0) * size, cache.stride(1) * size, 1),
+            per_layer.append(
+                torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+                    cache.untyped_storage(),
+                    cache.storage_offset() * size,
+                    (cache.shape[0], cache.shape[1], cache.shape[2] * cache.shape[3] * size),
+                    (cache.stride(0) * size, cache.stride(1) * size, 1),
+                )
             )
-            wanted = raw if blocks is None else raw[blocks]
-            per_layer.append(wanted.reshape(len(wanted), slots * slot_bytes).cpu())
-        return torch.stack(per_layer).numpy()
+        return per_layer
 
     def describe(self) -> dict[str, Any]:
         import vllm

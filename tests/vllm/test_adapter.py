@@ -143,7 +143,15 @@ finally:
 
 @pytest.mark.parametrize(
     ("extra", "as_stock"),
-    [({}, True), ({"slab_bytes": 1 << 20}, False), ({"direct_transfer": True}, False)],
+    [
+        ({}, True),
+        # Whether there is a slab is then decided when caches are registered: none that can sleep.
+        ({"page_format_conversion": True}, True),
+        ({"page_format_conversion": True, "slab_bytes": 0}, True),
+        ({"page_format_conversion": True, "slab_bytes": 1 << 20}, False),
+        ({"slab_bytes": 1 << 20}, True),
+        ({"direct_transfer": True}, False),
+    ],
 )
 def test_memory_of_ours_does_not_sleep(
     engine: EngineProcess, extra: dict[str, object], as_stock: bool
@@ -164,6 +172,46 @@ del NixlPullConnector.supports_sleep_mode
 """,
     )
     assert supported is as_stock
+
+
+def test_the_default_slab_is_what_the_engines_configuration_leaves(engine: EngineProcess) -> None:
+    """On vLLM's own configuration; the GPU's memory is told, as there is none here."""
+    found = engine.call(
+        "evaluate",
+        source="""
+from copy import copy
+from kvpd.vllm.adapter import memory
+from kvpd.vllm.config import ConnectorConfig
+GIB = 1 << 30
+description = engine.connector_worker()._link._local.description
+kept = torch.cuda.mem_get_info, torch.cuda.memory_reserved
+torch.cuda.mem_get_info = lambda device: (17 * GIB, 140 * GIB)
+torch.cuda.memory_reserved = lambda device: 110 * GIB
+
+def slab(device="cuda", role="kv_both", keys={"page_format_conversion": True}, **changes):
+    config = copy(engine.engine.vllm_config)
+    for name in ("kv_transfer_config", "model_config", "cache_config"):
+        setattr(config, name, copy(getattr(config, name)))
+    config.kv_transfer_config.kv_role = role
+    config.cache_config.gpu_memory_utilization = 0.9
+    config.cache_config.kv_cache_memory_bytes = changes.get("cache_bytes")
+    config.model_config.enable_sleep_mode = changes.get("sleeps", False)
+    of = ConnectorConfig.of(keys)
+    return memory.default_slab_bytes(config, of, description, torch.device(device)) >> 20
+
+try:
+    result = {
+        "reader": slab(), "consumer": slab(role="kv_consumer"), "sized": slab(cache_bytes=GIB),
+        "producer": slab(role="kv_producer"), "host": slab("cpu"), "sleeps": slab(sleeps=True),
+        "not converting": slab(keys={}), "given": slab(keys={"slab_bytes": 0}),
+    }
+finally:
+    torch.cuda.mem_get_info, torch.cuda.memory_reserved = kept
+""",
+    )
+    slabs = {"reader": 256, "consumer": 256, "sized": 512}
+    nothing = ("producer", "host", "sleeps", "not converting", "given")
+    assert found == slabs | dict.fromkeys(nothing, 0)
 
 
 def test_statistics_pass_through_a_multi_connector(engine: EngineProcess) -> None:

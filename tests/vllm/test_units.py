@@ -166,7 +166,8 @@ def test_spans_cut_a_page_into_head_slots() -> None:
 
 
 def test_keys_have_defaults_and_exact_types() -> None:
-    assert ConnectorConfig.of({"backends": ["UCX"]}) == ConnectorConfig(False, False, 0)
+    assert ConnectorConfig.of({"backends": ["UCX"]}) == ConnectorConfig(False, False, None)
+    assert ConnectorConfig.of({"slab_bytes": 0}) == ConnectorConfig(False, False, 0)
     assert ConnectorConfig.of({"page_format_conversion": True, "slab_bytes": 1 << 30}) == (
         ConnectorConfig(True, False, 1 << 30)
     )
@@ -174,6 +175,7 @@ def test_keys_have_defaults_and_exact_types() -> None:
         ("page_format_conversion", "false"),
         ("require_tagged_peers", 1),
         ("slab_bytes", True),
+        ("slab_bytes", None),
         ("slab_bytes", -1),
         ("slab_bytes", "1GiB"),
         ("direct_transfer", 1),

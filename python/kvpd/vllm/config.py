@@ -33,12 +33,13 @@ class ConnectorConfig:
         require_tagged_peers: refuse peers that publish no page format, whatever our own pages are.
         slab_bytes: memory in which raw pages land before they are converted into the cache. 0:
             they land in the cache itself, which needs no memory but makes two short descriptors of
-            each page. Requests of any length pass through a slab of any size, in chunks.
+            each page. None, the key being absent: see `kvpd.vllm.slab_size`. Requests of any length
+            pass through a slab of any size, in chunks.
     """
 
     page_format_conversion: bool = False
     require_tagged_peers: bool = False
-    slab_bytes: int = 0
+    slab_bytes: int | None = None
     direct_transfer: bool = False
     allow_other_weights: bool = False
     link: Mapping[str, float] = field(default_factory=dict)
@@ -63,13 +64,10 @@ class ConnectorConfig:
                     got=repr(key),
                     expected=repr(meant[0]),
                 )
-        slab_bytes = extra.get("slab_bytes", 0)
-        if isinstance(slab_bytes, bool) or not isinstance(slab_bytes, int) or slab_bytes < 0:
-            raise _invalid("slab_bytes", slab_bytes, "a number of bytes, 0 or more")
         return cls(
             page_format_conversion=_flag(extra, "page_format_conversion"),
             require_tagged_peers=_flag(extra, "require_tagged_peers"),
-            slab_bytes=slab_bytes,
+            slab_bytes=_size(extra, "slab_bytes"),
             direct_transfer=_flag(extra, "direct_transfer"),
             allow_other_weights=_flag(extra, "allow_other_weights"),
             link=_rates(extra),
@@ -84,6 +82,15 @@ def _flag(extra: Mapping[str, Any], key: str) -> bool:
     value = extra.get(key, False)
     if not isinstance(value, bool):
         raise _invalid(key, value, "true or false")
+    return value
+
+
+def _size(extra: Mapping[str, Any], key: str) -> int | None:
+    if key not in extra:
+        return None
+    value = extra[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _invalid(key, value, "a number of bytes, 0 or more")
     return value
 
 

@@ -48,10 +48,11 @@ class KvpdConnector(NixlPullConnector):
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """As stock (from 0.33 on), but not with memory of ours, or that others have mapped.
 
-        Asleep, it would be unmapped while NIXL or a decoder still held what was there.
+        Asleep, it would be unmapped while NIXL or a decoder still held what was there. Without
+        `slab_bytes` an engine that can sleep has no slab (`kvpd.vllm.slab_size.takes_default`).
         """
         config = ConnectorConfig.of(kv_transfer_config.kv_connector_extra_config)
-        if config.slab_bytes or config.direct_transfer:
+        if (config.page_format_conversion and config.slab_bytes) or config.direct_transfer:
             return False
         stock = getattr(super(), "supports_sleep_mode", None)
         return stock is not None and bool(stock(kv_transfer_config))

@@ -48,6 +48,7 @@ class Link:
         record: counts refusals and untagged peers.
         clock: seconds; deadlines are readings of it.
         max_request_pages: blocks of the longest request.
+        default_slab_bytes: size of the slab where the operator gave none.
 
     Raises:
         KvpdError: conversion is asked for and cannot be had (format or slab).
@@ -63,6 +64,7 @@ class Link:
         clock: Callable[[], float],
         *,
         max_request_pages: int,
+        default_slab_bytes: int = 0,
     ) -> None:
         description = local.description
         self._local = local
@@ -74,14 +76,15 @@ class Link:
         if config.page_format_conversion:
             _check_one_format(description)
         if config.page_format_conversion or config.direct_transfer:
+            slab_bytes = default_slab_bytes if config.slab_bytes is None else config.slab_bytes
             self._receiver = Receiver(
                 agent,
                 description,
                 storages,
                 convert=config.page_format_conversion,
                 direct=config.direct_transfer,
-                placement="planned" if config.slab_bytes else "in_place",
-                slab_bytes=config.slab_bytes,
+                placement="planned" if slab_bytes else "in_place",
+                slab_bytes=slab_bytes,
                 max_pages=max_request_pages,
                 link=config.link_model(description.regions[0].memory),
                 require_tagged=config.require_tagged_peers,

@@ -32,6 +32,7 @@ from kvpd.vllm.adapter.handshake import (
     received_engine_id,
 )
 from kvpd.vllm.adapter.limits import config_error
+from kvpd.vllm.adapter.memory import default_slab_bytes
 from kvpd.vllm.adapter.proving import ProvingWorker
 from kvpd.vllm.adapter.stats import KvpdStats
 from kvpd.vllm.config import ConnectorConfig
@@ -88,6 +89,9 @@ class KvpdWorker(ProvingWorker):
             self.xfer_stats,
             time.perf_counter,
             max_request_pages=-(-self.model_config.max_model_len // self.block_size),
+            default_slab_bytes=default_slab_bytes(
+                self.vllm_config, self._config, description, next(iter(kv_caches.values())).device
+            ),
         )
         attach_tag(
             self.xfer_handshake_metadata,
