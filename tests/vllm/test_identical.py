@@ -1,8 +1,8 @@
 """Equal page formats take stock's path: the decoder asks the same things of NIXL, call for call.
 
-Over the whole life of a peer: handshake, reads, a full prefix hit, heartbeats while a request queues
-for longer than its lease, an abort before anything is scheduled, a lease that ends unread, removal
-and a new handshake, shutdown.
+Over the whole life of a peer: handshake, reads, a full prefix hit, heartbeats while a request
+queues for longer than its lease, an abort before anything is scheduled, a lease that ends unread,
+removal and a new handshake, shutdown.
 """
 
 from __future__ import annotations
