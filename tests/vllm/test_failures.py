@@ -384,28 +384,41 @@ def test_a_connection_that_is_lost_while_the_prefill_lives(
     colocated: Colocated,
     tmp_path: Path,
 ) -> None:
-    """One request fails; the next ones are served over a new connection, and nothing is left."""
-    batch = prompts(4, blocks=3, block_size=BLOCK, seed=15)
+    """One request fails at most, and the next ones are served over a new connection."""
+    batch = prompts(5, blocks=3, block_size=BLOCK, seed=15)
     expected = colocated(SHAPE, BLOCK, batch)
+    lease = {"kv_lease_duration": 30}  # a heartbeat every 5 s
     options = pair_options(
         model_of(SHAPE),
         "standard",
         decode_backend,
-        kvpd_transfer("kv_producer"),
-        kvpd_transfer("kv_consumer", page_format_conversion=True),
+        kvpd_transfer("kv_producer", **lease),
+        kvpd_transfer("kv_consumer", page_format_conversion=True, **lease),
     )
+    lose = "from tests.vllm import fakes; fakes.lose_connections(worker)"
     with Pair(*options, tmp_path) as pair:
         assert list(pair.hand_over(batch[:1]).tokens.values()) == expected[:1]
-        evaluate(
-            pair.decode,
-            """
-from tests.vllm import fakes
-fake = fakes.lose_connections(worker)
-""",
-        )
+        evaluate(pair.decode, lose)
         assert list(pair.hand_over(batch[1:2]).finish_reasons.values()) == ["error"]
         # Its handshake brought a connection that works.
-        assert list(pair.hand_over(batch[2:]).tokens.values()) == expected[2:]
+        assert list(pair.hand_over(batch[2:4]).tokens.values()) == expected[2:4]
+        # While a request queues a heartbeat finds out, and none fails.
+        requests = pair.prefill_only(batch[4:])
+        evaluate(
+            pair.decode,
+            f"""
+{lose}
+pool = engine.scheduler.kv_cache_manager.block_pool
+engine.taken = pool.get_new_blocks(pool.get_num_free_blocks())
+""",
+        )
+        pair.decode.call("submit", requests=requests)
+        until(lambda: not evaluate(pair.decode, "result = worker.nixl_wrapper._is_lost"))
+        evaluate(
+            pair.decode,
+            "pool = engine.scheduler.kv_cache_manager.block_pool\npool.free_blocks(engine.taken)",
+        )
+        assert pair.decode.wait([requests[0]["id"]])[requests[0]["id"]]["tokens"] == expected[4]
         assert evaluate(pair.decode, "result = worker._lost._losses") == {}
         assert "It is let go of; the next request shakes hands again" in pair.decode.log
 

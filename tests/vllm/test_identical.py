@@ -1,7 +1,7 @@
 """Equal page formats take stock's path: the decoder asks the same things of NIXL, call for call.
 
-Over the whole life of a peer: handshake, reads, heartbeats while a request queues for longer than
-its lease, a full prefix hit, an abort before anything is scheduled, a lease that ends unread,
+Over the whole life of a peer: handshake, reads, a full prefix hit, heartbeats while a request
+queues for longer than its lease, an abort before anything is scheduled, a lease that ends unread,
 removal and a new handshake, shutdown.
 """
 
@@ -72,6 +72,14 @@ def life(pair: Pair) -> Life:
     tokens = []
     for prompt in BATCH[:3]:
         tokens += list(pair.hand_over([prompt]).tokens.values())
+    # A full hit, which models get that compute their last token on the decoder.
+    evaluate(
+        decode,
+        "scheduler = engine.scheduler.connector.connector_scheduler\n"
+        "scheduler._get_remote_prefill_token_count = lambda num_tokens: num_tokens - 1",
+    )
+    (request,) = pair.prefill_only(BATCH[:1])
+    tokens += list(pair.decode_only([request | {"id": "hit"}]).tokens.values())
     # A request that queues for longer than its lease: heartbeats renew it.
     (request,) = pair.prefill_only(BATCH[3:4])
     queue(decode, request)
@@ -81,15 +89,7 @@ def life(pair: Pair) -> Life:
         3 * LEASE_SECONDS,
     )
     let_in(decode)
-    tokens += list(pair.decode_only([request]).tokens.values())
-    # A full hit, which models get that compute their last token on the decoder.
-    evaluate(
-        decode,
-        "scheduler = engine.scheduler.connector.connector_scheduler\n"
-        "scheduler._get_remote_prefill_token_count = lambda num_tokens: num_tokens - 1",
-    )
-    (request,) = pair.prefill_only(BATCH[:1])
-    tokens += list(pair.decode_only([request | {"id": "hit"}]).tokens.values())
+    tokens.append(decode.wait([request["id"]])[request["id"]]["tokens"])
     # Aborted before it is scheduled: the prefill is told, and nothing is read.
     (request,) = pair.prefill_only(BATCH[4:])
     queue(decode, request)
@@ -161,7 +161,7 @@ def test_nixl_calls_equal_stock(
     colocated: Colocated,
     tmp_path: Path,
 ) -> None:
-    order = [0, 1, 2, 3, 0, 4]
+    order = [0, 1, 2, 0, 3, 4]
     expected = colocated(SHAPE, BLOCK, BATCH)
     model = model_of(SHAPE)
     stock = life_of(model, tmp_path, backend, layout, stock_transfer, stock_transfer)
