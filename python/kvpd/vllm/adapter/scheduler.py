@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 
 from kvpd.errors import RequestError
+from kvpd.vllm.adapter.groups import groups_of
 from kvpd.vllm.adapter.listener import serve_handshakes
 from kvpd.vllm.pairing import Wanted
 from kvpd.vllm.prompt import Media, digest
@@ -35,7 +36,7 @@ class Asked:
     Attributes:
         what: what it refers to, or why it is refused.
         num_computed_tokens: leading tokens that are here already, as last asked for.
-        wanted: which blocks wait for the peer's; None until they are allocated.
+        wanted: which blocks wait for the peer's; None if none does, or if the model keeps states.
     """
 
     what: Reference | Refusal
@@ -53,6 +54,7 @@ class KvpdScheduler(NixlPullConnectorScheduler):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._has_states = groups_of(kv_cache_config) is None
         self._asked: dict[str, Asked] = {}
         # To be failed by the workers, with the blocks that wait for nothing.
         self._refused: dict[str, tuple[Refusal, Sequence[Sequence[int]] | None]] = {}
@@ -98,12 +100,10 @@ class KvpdScheduler(NixlPullConnectorScheduler):
             if asked is None or isinstance(asked.what, Reference):
                 super().update_state_after_alloc(request, blocks, num_external_tokens)
             if asked is not None and name in self._reqs_need_recv:
-                waiting = self._reqs_need_recv[name][1]
-                asked.wanted = Wanted(
-                    tuple(tuple(group) for group in waiting),
-                    self._first_blocks(blocks, waiting),
-                    num_tokens=asked.num_computed_tokens + num_external_tokens,
-                )
+                asked.wanted = None
+                if num_external_tokens > 0 and not self._has_states:
+                    num_tokens = asked.num_computed_tokens + num_external_tokens
+                    asked.wanted = self._wanted(blocks, num_tokens)
         asked = self._asked.get(name)
         if asked is not None and isinstance(asked.what, Refusal):
             # Once: a request that is recomputed comes here again.
@@ -214,7 +214,7 @@ class KvpdScheduler(NixlPullConnectorScheduler):
                 got="0 blocks",
                 expected=f"those of {has} tokens",
             )
-        if self._has_mamba and count > 0 and has != num_computed + count:
+        if self._has_states and count > 0 and has != num_computed + count:
             raise RequestError(
                 f"kv_transfer_params.remote_num_tokens is {has}; the state of this model is that "
                 f"after its last token, which has to be token {num_computed + count}; give every "
@@ -226,14 +226,16 @@ class KvpdScheduler(NixlPullConnectorScheduler):
             )
         return min(count, has - num_computed)
 
-    def _first_blocks(self, blocks: Any, waiting: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """For each KV group, at which position of the sequence its waiting blocks begin."""
-        if self._has_mamba or not waiting:
-            return ()
-        held = self.kv_cache_config.select_transfer_block_ids(
-            [[block.block_id for block in group] for group in blocks.blocks]
-        )
-        found = []
+    def _wanted(self, blocks: Any, num_tokens: int) -> Wanted:
+        """What a request waits for, of all its blocks.
+
+        Stock cuts the lists of windows to their length, from the end: in front of blocks that are
+        ahead of the tokens it would lose some that are attended to.
+        """
+        select = self.kv_cache_config.select_transfer_block_ids
+        held = select([[block.block_id for block in group] for group in blocks.blocks])
+        waiting = select(blocks.get_unhashed_block_ids_all_groups())
+        first_blocks = []
         for ids, group in zip(held, waiting, strict=True):
             first = ids.index(group[0]) if group else len(ids)
             if list(group) != ids[first : first + len(group)]:
@@ -244,8 +246,8 @@ class KvpdScheduler(NixlPullConnectorScheduler):
                     got=list(group)[:16],
                     expected=ids[first : first + 16],
                 )
-            found.append(first)
-        return tuple(found)
+            first_blocks.append(first)
+        return Wanted(tuple(map(tuple, waiting)), tuple(first_blocks), num_tokens)
 
 
 def _proof(request: Any, params: dict[str, Any]) -> Proof:
