@@ -192,8 +192,8 @@ def test_a_prefill_that_sampled_is_served_right_or_refused_by_name(
         assert bed.failed()["remote-blocks"] == before + 1
     else:
         assert got == bed.expected(prompt)
-    # The window of the last prompt token begins in block 4, which is given back 9 tokens later.
-    assert (got[1] == "error") == (num_sampled > 2 * BLOCK - WINDOW % BLOCK - 1), got
+    # The window after the prompt begins in block 4. The prefill's own begins past it later.
+    assert (got[1] == "error") == (PROMPT + num_sampled - WINDOW >= 5 * BLOCK)
 
 
 # ---------------------------------------------------------------------- vLLM's own groups
@@ -304,6 +304,39 @@ for has, wants in ((112, 112), (113, 128), (113, 112), (97, 96)):
 """,
     )
     assert found == [None, None, "remote-tokens", "remote-tokens"]
+
+
+def test_a_state_is_read_after_its_last_token_only(bed: Bed) -> None:
+    """Also where vLLM takes fewer tokens than it was offered (replays, 0.30 and 0.31)."""
+    found = bed.decode.call(
+        "evaluate",
+        source="""
+from types import SimpleNamespace
+from kvpd.vllm.adapter.scheduler import Asked
+from kvpd.vllm.reference import Reference
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+scheduler = engine.scheduler.connector.connector_scheduler
+blocks = KVCacheBlocks(tuple([KVCacheBlock(n) for n in range(1, 8)] for _ in range(3)))
+ids = tuple(tuple(range(1, 8)) for _ in range(3))
+result = []
+scheduler._has_states = True
+for taken in (112, 96):
+    params = {
+        "do_remote_prefill": True, "remote_block_ids": ids, "remote_engine_id": "e",
+        "remote_request_id": "r", "remote_host": "h", "remote_port": 1,
+    }
+    request = SimpleNamespace(request_id="state", kv_transfer_params=params)
+    reference = Reference("e", "r", "h", 1, ids, num_tokens=112, tp_size=1)
+    scheduler._asked["state"] = Asked(reference)
+    scheduler.update_state_after_alloc(request, blocks, taken)
+    result.append(scheduler._refused["state"][0].code if "state" in scheduler._refused else None)
+    for kept in (scheduler._asked, scheduler._refused, scheduler._reqs_need_recv):
+        kept.pop("state", None)
+scheduler._has_states = False
+""",
+    )
+    assert found == [None, "remote-tokens"]
 
 
 # ---------------------------------------------------------------------- parameters

@@ -97,12 +97,14 @@ class KvpdScheduler(NixlPullConnectorScheduler):
         name = request.request_id
         with self._alone(request):
             asked = self._asked.get(name)
-            if asked is None or isinstance(asked.what, Reference):
+            what = None if asked is None else asked.what
+            if not isinstance(what, Refusal):
                 super().update_state_after_alloc(request, blocks, num_external_tokens)
-            if asked is not None and name in self._reqs_need_recv:
-                asked.wanted = None
-                if num_external_tokens > 0 and not self._has_states:
-                    num_tokens = asked.num_computed_tokens + num_external_tokens
+            if asked and isinstance(what, Reference) and num_external_tokens > 0:
+                num_tokens = asked.num_computed_tokens + num_external_tokens
+                # vLLM 0.30 and 0.31 may have taken fewer tokens than they were offered.
+                self._check_state(what, num_tokens)
+                if not self._has_states:
                     asked.wanted = self._wanted(blocks, num_tokens)
         asked = self._asked.get(name)
         if asked is not None and isinstance(asked.what, Refusal):
@@ -199,11 +201,7 @@ class KvpdScheduler(NixlPullConnectorScheduler):
             )
 
     def _num_usable_tokens(self, reference: Reference, count: int, num_computed: int) -> int:
-        """Of `count` tokens that stock would wait for, those that the peer has computed.
-
-        Raises:
-            RequestError: the model keeps a running state, which is that after another token.
-        """
+        """Of `count` tokens that stock would wait for, those that the peer has computed."""
         has = reference.num_usable_tokens
         if has > num_computed and not any(reference.block_ids):
             raise RequestError(
@@ -214,17 +212,23 @@ class KvpdScheduler(NixlPullConnectorScheduler):
                 got="0 blocks",
                 expected=f"those of {has} tokens",
             )
-        if self._has_states and count > 0 and has != num_computed + count:
+        if count > 0:
+            self._check_state(reference, num_computed + count)
+        return min(count, has - num_computed)
+
+    def _check_state(self, reference: Reference, num_tokens: int) -> None:
+        """Raise `RequestError` if the model keeps states, and they are those after other tokens."""
+        has = reference.num_usable_tokens
+        if self._has_states and has != num_tokens:
             raise RequestError(
                 f"kv_transfer_params.remote_num_tokens is {has}; the state of this model is that "
-                f"after its last token, which has to be token {num_computed + count}; give every "
-                "request the kv_transfer_params of its own prefill",
+                f"after its last token, which has to be token {num_tokens}; give every request the "
+                "kv_transfer_params of its own prefill",
                 code="remote-tokens",
                 field="kv_transfer_params.remote_num_tokens",
                 got=has,
-                expected=num_computed + count,
+                expected=num_tokens,
             )
-        return min(count, has - num_computed)
 
     def _wanted(self, blocks: Any, num_tokens: int) -> Wanted:
         """What a request waits for, of all its blocks.
