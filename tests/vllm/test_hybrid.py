@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,14 @@ def test_prompts_shorter_and_longer_than_a_window(
     assert bed.tokens(bed.prefilled(prompt, longer)) == bed.expected(longer)
 
 
+@pytest.mark.parametrize("num_tokens", range(WINDOW, WINDOW + 3 * BLOCK))
+@pytest.mark.slow
+def test_a_window_that_begins_anywhere_in_a_block(bed: Bed, num_tokens: int) -> None:
+    """Stock is wrong where it begins with one: it computes the last token again without it."""
+    prompt = new_prompt(num_tokens)
+    assert bed.tokens(bed.prefilled(prompt)) == bed.expected(prompt)
+
+
 def test_several_requests_at_once(bed: Bed) -> None:
     batch = [new_prompt(n) for n in (30, 75, PROMPT, 9 * BLOCK + 3)]
     longer = [[*prompt, 5] for prompt in batch]
@@ -192,8 +200,8 @@ def test_a_prefill_that_sampled_is_served_right_or_refused_by_name(
         assert bed.failed()["remote-blocks"] == before + 1
     else:
         assert got == bed.expected(prompt)
-    # The window after the prompt begins in block 4. The prefill's own begins past it later.
-    assert (got[1] == "error") == (PROMPT + num_sampled - WINDOW >= 5 * BLOCK)
+    # The window of the prompt's last token begins in block 4. The prefill's own goes past it.
+    assert (got[1] == "error") == (PROMPT + num_sampled - WINDOW > 5 * BLOCK)
 
 
 # ---------------------------------------------------------------------- vLLM's own groups
@@ -428,10 +436,18 @@ def test_what_failed_is_recomputed(model: Path, tmp_path: Path) -> None:
         bed.close()
 
 
+# Tokens of the prompt, leading blocks that the decoder has. Stock is right: no token is appended,
+# and no window begins with a block.
+HAND_OVERS = [(20, 0), (40, 0), (PROMPT, 0), (PROMPT + 5, 0), (PROMPT, 2), (PROMPT, 5), (90, 3)]
+
+
 def calls_of_decoder(
-    model: Path, directory: Path, transfer: Callable[..., dict[str, Any]]
+    model: Path,
+    directory: Path,
+    transfer: Callable[..., dict[str, Any]],
+    hand_overs: Sequence[tuple[int, int]] = HAND_OVERS,
 ) -> tuple[list[Any], list[list[int]]]:
-    """What the decoder asked of NIXL, and the tokens, where stock is right: no token appended."""
+    """What the decoder asked of NIXL, and the tokens."""
     sides = pair_options(
         model,
         "standard",
@@ -439,11 +455,12 @@ def calls_of_decoder(
         transfer("kv_producer"),
         transfer("kv_consumer"),
         dtype=SHAPE.dtype,
+        num_blocks=1024,
     )
     options = sides[0], replace(sides[1], record_nixl=True, enable_prefix_caching=True)
     tokens = []
     with Pair(*options, directory) as pair:
-        for index, (num_tokens, num_hit_blocks) in enumerate(HAND_OVERS):
+        for index, (num_tokens, num_hit_blocks) in enumerate(hand_overs):
             prompt = seeded(index, num_tokens)
             if num_hit_blocks:
                 start = {"prompt": prompt[: num_hit_blocks * BLOCK + 1], "max_tokens": 1}
@@ -452,10 +469,6 @@ def calls_of_decoder(
         source = "result = engine.connector_worker().nixl_wrapper.calls"
         calls = pair.decode.call("evaluate", source=source)
     return calls, tokens
-
-
-# Tokens of the prompt, leading blocks that the decoder has.
-HAND_OVERS = [(20, 0), (40, 0), (PROMPT, 0), (PROMPT + 5, 0), (PROMPT, 2), (PROMPT, 5), (90, 3)]
 
 
 def seeded(index: int, num_tokens: int) -> list[int]:
@@ -479,16 +492,32 @@ def test_nixl_calls_equal_stock(size: ModelSize, tmp_path: Path) -> None:
     assert tokens == expected
     reads = [call for call in stock if call[0] == "make_prepped_xfer"]
     assert len(reads) == len(HAND_OVERS), "the recorder saw no reads; nothing was compared"
-    with EngineProcess(
-        "alone", EngineOptions(model, "standard", dtype=SHAPE.dtype), tmp_path
-    ) as alone:
-        batch = [seeded(index, count) for index, (count, _) in enumerate(HAND_OVERS)]
+    assert tokens_alone(model, tmp_path, HAND_OVERS) == tokens
+
+
+def tokens_alone(
+    model: Path, directory: Path, hand_overs: Sequence[tuple[int, int]]
+) -> list[list[int]]:
+    """The same prompts' tokens of one engine."""
+    options = EngineOptions(model, "standard", dtype=SHAPE.dtype, num_blocks=1024)
+    with EngineProcess("alone", options, directory) as alone:
         requests = [
-            {"id": f"alone-{index}", "prompt": prompt, "max_tokens": DECODE_TOKENS}
-            for index, prompt in enumerate(batch)
+            {"id": str(index), "prompt": seeded(index, count), "max_tokens": DECODE_TOKENS}
+            for index, (count, _) in enumerate(hand_overs)
         ]
         done = alone.run(requests)
-        assert [done[f"alone-{index}"]["tokens"] for index in range(len(batch))] == tokens
+        return [done[str(index)]["tokens"] for index in range(len(hand_overs))]
+
+
+@pytest.mark.slow
+def test_stock_is_wrong_where_a_window_begins_with_a_block(model: Path, tmp_path: Path) -> None:
+    """The last token attends to one more, whose block was given back."""
+    hand_overs = [(n * BLOCK + WINDOW - 1, 0) for n in range(1, 7)]
+    expected = tokens_alone(model, tmp_path, hand_overs)
+    _, stock = calls_of_decoder(model, tmp_path, stock_transfer, hand_overs)
+    assert stock != expected
+    _, ours = calls_of_decoder(model, tmp_path, kvpd_transfer, hand_overs)
+    assert ours == expected
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 from kvpd.errors import RequestError
 from kvpd.vllm.adapter.groups import groups_of
 from kvpd.vllm.adapter.listener import serve_handshakes
+from kvpd.vllm.adapter.windows import keep_for_last_token
 from kvpd.vllm.pairing import Wanted
 from kvpd.vllm.prompt import Media, digest
 from kvpd.vllm.reference import Proof, Reference, Refusal, publish, referred
@@ -58,6 +59,11 @@ class KvpdScheduler(NixlPullConnectorScheduler):
         self._asked: dict[str, Asked] = {}
         # To be failed by the workers, with the blocks that wait for nothing.
         self._refused: dict[str, tuple[Refusal, Sequence[Sequence[int]] | None]] = {}
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Of what the engine's cache manager keeps; states are not computed again."""
+        if not self._has_states:
+            keep_for_last_token(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         """As stock, for a request whose parameters are as they have to be."""
