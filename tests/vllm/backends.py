@@ -84,6 +84,7 @@ class TorchAttention(AttentionImpl):
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
+        self.window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
 
     def block_tokens(self, kv_cache: torch.Tensor) -> int:
@@ -156,9 +157,11 @@ class TorchAttention(AttentionImpl):
         rows = []
         for index in range(num_queries):
             visible = seq_len - num_queries + index + 1
-            scores = (k[:, :visible] * q[:, index : index + 1]).sum(-1) * self.scale
+            # Blocks in front of a window are given back: cut off, since 0 times NaN is NaN.
+            first = 0 if self.window is None else max(0, visible - self.window)
+            scores = (k[:, first:visible] * q[:, index : index + 1]).sum(-1) * self.scale
             weights = torch.softmax(scores, dim=-1)
-            rows.append((weights[:, :, None] * v[:, :visible]).sum(1))
+            rows.append((weights[:, :, None] * v[:, first:visible]).sum(1))
         return torch.stack(rows).to(query.dtype)
 
 

@@ -1,5 +1,8 @@
 """A Qwen3 model, tiny by default, with seeded weights, written as a safetensors file.
 
+With windows it is a Llama, whose layers may attend to the last tokens only: vLLM then keeps several
+KV groups.
+
 The weights are large enough that attention decides every logit: a cache whose bytes are
 permuted changes the greedy token at once. Nothing is downloaded and no tokenizer is needed.
 """
@@ -32,15 +35,22 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The rest of the model."""
+    """The rest of the model.
+
+    Attributes:
+        window: how many tokens the layers in `windowed` attend to; 0: all layers attend to all.
+    """
 
     layers: int = LAYERS
     hidden: int = 256
     max_tokens: int = 4096
+    window: int = 0
+    windowed: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"l{self.layers}-w{self.hidden}-t{self.max_tokens}"
+        name = f"l{self.layers}-w{self.hidden}-t{self.max_tokens}"
+        return f"{name}-s{self.window}-{'.'.join(map(str, self.windowed))}" if self.window else name
 
 
 def build_model(
@@ -57,7 +67,15 @@ def build_model(
         return path
     path.mkdir(parents=True, exist_ok=True)
     hidden, query_heads = size.hidden, 2 * shape.kv_heads
-    _write_weights(path, _weights(shape, size, query_heads, seed), num_files)
+    weights = _weights(shape, size, query_heads, seed)
+    if size.window:
+        for layer in range(size.layers):
+            for part in ("q", "k"):
+                prefix = f"model.layers.{layer}.self_attn.{part}"
+                # In its place: else every token attends to all others alike.
+                del weights[f"{prefix}_norm.weight"]
+                weights[f"{prefix}_proj.weight"] *= 2
+    _write_weights(path, weights, num_files)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -78,6 +96,14 @@ def build_model(
         "bos_token_id": None,
         "eos_token_id": VOCABULARY - 1,
     }
+    if size.window:
+        kinds = ("full_attention", "sliding_attention")
+        config |= {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "sliding_window": size.window,
+            "layer_types": [kinds[n in size.windowed] for n in range(size.layers)],
+        }
     (path / "config.json").write_text(json.dumps(config, indent=1))
     return path
 
@@ -139,7 +165,7 @@ def _write_weights(path: Path, tensors: dict[str, torch.Tensor], num_files: int)
 
 
 def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    names = {torch.bfloat16: "BF16", torch.float16: "F16"}
+    names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():

@@ -34,52 +34,91 @@ def test_a_wanted_block_without_a_source_is_refused() -> None:
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> tuple[Group, int, int, int]:
-    """A group, tokens that the peer has, tokens that are wanted of it, blocks that are here."""
+def sequences(draw: st.DrawFn) -> tuple[int, int | None, int, int]:
+    """Tokens of a block, a window, tokens that the peer has, tokens that are wanted of it."""
     block = draw(st.sampled_from([1, 2, 16]))
     window = draw(st.none() | st.integers(1, 5 * block))
     remote = draw(st.integers(1, 12 * block))
-    wanted = draw(st.integers(1, remote))
-    return Group(block, window), remote, wanted, draw(st.integers(0, (wanted - 1) // block))
+    return block, window, remote, draw(st.integers(1, remote))
 
 
-@given(sequences(), st.integers(0, 3))
-def test_every_wanted_position_takes_its_own(
-    drawn: tuple[Group, int, int, int], num_ahead: int
+def attended(num_tokens: int, window: int | None) -> set[int]:
+    """Tokens that the one after the first `num_tokens` attends to."""
+    return {n for n in range(num_tokens) if window is None or n > num_tokens - window}
+
+
+@given(sequences(), st.integers(0, 3), st.integers(0, 12), st.integers(0, 3))
+def test_every_waiting_position_takes_its_own(
+    drawn: tuple[int, int | None, int, int], num_ahead: int, num_hits: int, num_extra: int
 ) -> None:
-    group, num_remote, num_wanted, num_here = drawn
-    block, window = group.block_tokens, group.window_tokens
-    # Position -> id. What a window has left behind is not listed, one block to spare.
-    remote = {n: 100 + n for n in range((num_remote + block - 1) // block)}
-    local = {n: 500 + n for n in range(num_here, (num_wanted + block - 1) // block + num_ahead)}
+    """What waits is what an engine attends to later, less hits, with some kept beyond a window."""
+    block, window, num_remote, num_wanted = drawn
+    # Position -> id, 0 where the peer has given a window's block back.
+    has = {token // block for token in attended(num_remote, window)}
+    count = (num_remote + block - 1) // block
+    remote = {n: 100 + n if n in has else 0 for n in range(count)}
+    needs = {token // block for token in attended(num_wanted, window)}
+    needs |= {max(0, n - num_extra) for n in needs} if window is not None else set()
+    end = (num_wanted + block - 1) // block
+    waiting = [n for n in range(min(needs, default=end), end + num_ahead) if n >= num_hits]
+    listed = list(remote.values())
     if window is not None:
-        kept = (window + block - 1) // block + 1
-        remote = dict(list(remote.items())[-kept:])
-        local = dict(list(local.items())[-kept:])
-    attended = {
-        token // block
-        for token in range(num_wanted)
-        if window is None or token > num_wanted - window
-    }
-    needed = {n for n in attended if n >= min(local)}
-    arguments = (group, list(local.values()), min(local), list(remote.values()))
-    if not needed <= remote.keys() & local.keys():
-        with pytest.raises(RequestError):
+        listed = listed[-((window + block - 1) // block + 1) :]
+        remote = dict(list(remote.items())[-len(listed) :])
+    arguments = (
+        Group(block, is_window=window is not None),
+        [500 + n for n in waiting],
+        waiting[0] if waiting else end,
+        listed,
+    )
+    read = [n for n in waiting if n < end]
+    if not all(remote.get(n) for n in read):
+        with pytest.raises(RequestError) as caught:
             pair(*arguments, num_tokens=num_wanted, num_remote_tokens=num_remote)
+        assert caught.value.code == "remote-blocks"
         return
-    ours, theirs = pair(*arguments, num_tokens=num_wanted, num_remote_tokens=num_remote)
-    both = sorted(remote.keys() & local.keys())
-    assert ours == [local[n] for n in both]
-    assert theirs == [remote[n] for n in both]
+    both = pair(*arguments, num_tokens=num_wanted, num_remote_tokens=num_remote)
+    assert both == ([500 + n for n in read], [remote[n] for n in read])
+
+
+@given(sequences())
+def test_a_window_of_as_many_tokens_is_always_served(
+    drawn: tuple[int, int | None, int, int],
+) -> None:
+    """As stock would: nothing that is attended to lies before what a window's list holds."""
+    block, window, num_tokens, _ = drawn
+    ids = list(range(-(-num_tokens // block)))
+    waiting = sorted({token // block for token in attended(num_tokens, window)})
+    remote = [100 + n for n in ids]
+    if window is not None:
+        remote = remote[-(-(-window // block) + 1) :]
+    local, _ = pair(
+        Group(block, is_window=window is not None),
+        waiting,
+        min(waiting, default=len(ids)),
+        remote,
+        num_tokens=num_tokens,
+        num_remote_tokens=num_tokens,
+    )
+    assert local == waiting
+
+
+def test_blocks_that_the_peer_lists_ahead_of_its_tokens() -> None:
+    ahead = Group(16, is_ahead=True)
+    both = pair(ahead, [70, 71], 1, [5, 6, 7, 8, 9], num_tokens=48, num_remote_tokens=48)
+    assert both == ([70, 71], [6, 7])
+    with pytest.raises(RequestError, match="2 blocks"):
+        pair(ahead, [70], 1, [5, 6], num_tokens=48, num_remote_tokens=48)
 
 
 def test_the_peers_null_block_holds_no_tokens() -> None:
     """In front of a window vLLM lists it; where tokens are needed it is nobody's page."""
-    window = Group(16, 32)
-    both = pair(window, [70, 71, 72], 0, [0, 6, 7], num_tokens=48, num_remote_tokens=48)
-    assert both == ([70, 71, 72], [0, 6, 7])
-    with pytest.raises(RequestError, match="blocks that hold tokens"):
-        pair(FULL, [70, 71, 72], 0, [0, 6, 7], num_tokens=48, num_remote_tokens=48)
+    window = Group(16, is_window=True)
+    both = pair(window, [71, 72], 1, [0, 6, 7], num_tokens=48, num_remote_tokens=48)
+    assert both == ([71, 72], [6, 7])
+    for group in (window, FULL):
+        with pytest.raises(RequestError, match="blocks that hold tokens"):
+            pair(group, [70, 71, 72], 0, [0, 6, 7], num_tokens=48, num_remote_tokens=48)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,12 @@ class KvpdConnector(NixlPullConnector):
         elif role == KVConnectorRole.WORKER:
             self.connector_worker = KvpdWorker(vllm_config, self.engine_id, kv_cache_config)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """As the base connector, and let it keep what a decoder needs of windows."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.bind_kv_cache_manager(kv_cache_manager)
+
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Stock's preference, except for backends whose pages are not one plane: their own."""

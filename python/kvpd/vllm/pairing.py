@@ -23,11 +23,13 @@ class Group:
 
     Attributes:
         block_tokens: tokens of a block.
-        window_tokens: how far back a token attends; None for all of the sequence.
+        is_window: the peer lists only its last blocks. Of other groups it lists all.
+        is_ahead: the peer may list blocks after that of its last computed token.
     """
 
     block_tokens: int
-    window_tokens: int | None = None
+    is_window: bool = False
+    is_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Wanted:
     """What a request waits for.
 
     Attributes:
-        local_block_ids: for each KV group, blocks of ours without gaps, up to the last one.
-        first_blocks: for each group, the position of the first of them; empty where positions say
-            nothing, of running states.
+        local_block_ids: for each KV group, blocks of ours without gaps. The engine attends to them,
+            or gives them to later requests with the same prefix.
+        first_blocks: for each group, the position of the first of them.
         num_tokens: leading tokens of the sequence that are taken as computed once they are read.
     """
 
@@ -79,51 +81,45 @@ def pair(
     """The blocks of one group that are read, local and remote, in the same order.
 
     Args:
-        group: how blocks and tokens relate.
+        group: how the peer lists its blocks.
         local_ids: blocks of ours that wait, without gaps.
         first_local: position of the first of them.
-        remote_ids: the peer's, which end with the block of its last computed token.
+        remote_ids: the peer's.
         num_tokens: leading tokens that are taken as computed once they are read.
         num_remote_tokens: leading tokens that the peer computed.
 
     Returns:
-        Without blocks that only one side has; those are not among the `num_tokens`.
+        All of ours that hold any of the `num_tokens`, and their sources.
 
     Raises:
-        RequestError: a wanted block has no source, or the peer's list does not fit its tokens.
+        RequestError: one of them has no source, or the peer's list does not fit its tokens.
     """
-    num_remote = -(-num_remote_tokens // group.block_tokens)
+    num_remote = num_blocks(num_remote_tokens, group)
+    if group.is_ahead:
+        remote_ids = remote_ids[:num_remote]
     first_remote = num_remote - len(remote_ids)
-    if first_remote < 0 or (group.window_tokens is None and first_remote):
+    if first_remote < 0 or (first_remote and not group.is_window):
         raise _error(
             f"{len(remote_ids)} blocks",
             f"{num_remote} for the {num_remote_tokens} tokens that the peer computed",
         )
-    start = max(first_local, first_remote)
-    end = min(first_local + len(local_ids), num_remote)
-    local = list(local_ids[start - first_local : max(end, start) - first_local])
-    remote = list(remote_ids[start - first_remote : max(end, start) - first_remote])
-    first_needed, end_needed = _needed(group, num_tokens)
-    first_needed = max(first_needed, first_local)
-    if first_needed < end_needed:
-        if start > first_needed or end < end_needed:
-            raise _error(
-                f"blocks {start} to {end - 1} of the sequence",
-                f"blocks {first_needed} to {end_needed - 1}, which this request waits for",
-            )
-        if NULL_BLOCK in remote[first_needed - start : end_needed - start]:
-            raise _error(f"block {NULL_BLOCK}", "blocks that hold tokens")
-    return local, remote
+    end = min(first_local + len(local_ids), num_blocks(num_tokens, group))
+    if end <= first_local:
+        return [], []
+    if first_local < first_remote or num_remote < end:
+        raise _error(
+            f"blocks {first_remote} to {num_remote - 1} of the sequence",
+            f"blocks {first_local} to {end - 1}, which this request waits for",
+        )
+    remote = list(remote_ids[first_local - first_remote : end - first_remote])
+    if NULL_BLOCK in remote:
+        raise _error(f"block {NULL_BLOCK}", "blocks that hold tokens")
+    return list(local_ids[: end - first_local]), remote
 
 
-def _needed(group: Group, num_tokens: int) -> tuple[int, int]:
-    """Blocks that the token after the first `num_tokens` attends to, as a half-open interval."""
-    end = -(-num_tokens // group.block_tokens)
-    first_token = 0
-    if group.window_tokens is not None:
-        first_token = max(0, num_tokens - group.window_tokens + 1)
-    # A window of one token attends to none that was computed before.
-    return (first_token // group.block_tokens, end) if first_token < num_tokens else (end, end)
+def num_blocks(num_tokens: int, group: Group) -> int:
+    """Blocks that hold so many leading tokens."""
+    return -(-num_tokens // group.block_tokens)
 
 
 def _error(got: str, expected: str) -> RequestError:

@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from kvpd.errors import RequestError, TransferError
-from kvpd.vllm.pairing import Group, Wanted, check_ids, pair
+from kvpd.vllm.adapter.groups import groups_of
+from kvpd.vllm.pairing import Wanted, check_ids, num_blocks, pair
 from kvpd.vllm.published import decode_payload
 from kvpd.vllm.reference import Reference, Refusal
 from kvpd.vllm.sidechannel import Address, ask
@@ -38,6 +39,7 @@ class ProvingWorker(NixlPullConnectorWorker):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._groups = groups_of(kv_cache_config)
         # Engines that publish a tag, so that their requests bring a proof.
         self._tagged: set[str] = set()
         # Where the handshake that runs for an engine was asked for.
@@ -98,8 +100,8 @@ class ProvingWorker(NixlPullConnectorWorker):
             raise _wrong_tp_size(reference.tp_size, info.remote_tp_size)
         check_ids(reference.block_ids, self._num_remote_blocks(engine_id))
         meta.remote.block_ids = [list(ids) for ids in reference.block_ids]
-        if wanted is None or not wanted.first_blocks or self._is_mapped_by_region(engine_id):
-            # Nothing is read; or a state is, or latents in other groups, which stock pairs.
+        if not any(meta.local_block_ids):
+            # Nothing is read.
             return
         if engine_id in self._tagged and reference.proof is None:
             raise RequestError(
@@ -110,17 +112,25 @@ class ProvingWorker(NixlPullConnectorWorker):
                 got="nothing",
                 expected="what the peer returned",
             )
+        if self._groups is None:
+            # Stock pairs states; our scheduler lets them be read after exactly their last token.
+            return
+        if wanted is None:
+            raise RequestError("blocks wait that our scheduler knows nothing of", code="unproved")
+        if self._is_mapped_by_region(engine_id):
+            self._check_ends(reference, wanted)
+            return
         pairs = [
             pair(
-                _group(spec.kv_cache_spec),
+                group,
                 local_ids,
                 first,
                 remote_ids,
                 num_tokens=wanted.num_tokens,
                 num_remote_tokens=reference.num_tokens,
             )
-            for spec, local_ids, first, remote_ids in zip(
-                self.kv_cache_config.transfer_groups,
+            for group, local_ids, first, remote_ids in zip(
+                self._groups,
                 wanted.local_block_ids,
                 wanted.first_blocks,
                 reference.block_ids,
@@ -132,6 +142,23 @@ class ProvingWorker(NixlPullConnectorWorker):
         meta.local_physical_block_ids = self._logical_to_kernel_block_ids(
             meta.local_block_ids, self._physical_blocks_per_logical_kv_block
         )
+
+    def _check_ends(self, reference: Reference, wanted: Wanted) -> None:
+        """Prove that both sides' lists end with the same block of the sequence.
+
+        Latents that the sides keep in other groups are paired by stock, from the end.
+        """
+        has, wants = reference.num_tokens, wanted.num_tokens
+        if any(num_blocks(has, g) != num_blocks(wants, g) for g in self._groups or ()):
+            raise RequestError(
+                f"kv_transfer_params.remote_num_tokens is {has}, the request waits for {wants}; "
+                "where the sides keep other KV groups they have to end in the same block; start "
+                "both with the same settings",
+                code="remote-tokens",
+                field="kv_transfer_params.remote_num_tokens",
+                got=has,
+                expected=wants,
+            )
 
     def _asked_for(self, meta: Any) -> tuple[Reference, Wanted | None]:
         """What our scheduler read from the request."""
@@ -283,12 +310,13 @@ class ProvingWorker(NixlPullConnectorWorker):
             self._recving_metadata[req_id] = ReqMeta(waiting, waiting, tp_size=1)
         self._fail(req_id, RequestError(refusal.reason, code=refusal.code))
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """As stock for one KV group. Of several vLLM takes requests, and blocks end its engine."""
+        blocks: set[int] = super().get_block_ids_with_load_errors()
+        return blocks if len(self.kv_cache_config.kv_cache_groups) == 1 else set()
+
     def _let_go(self, req_id: str) -> None:
         """A request ends; idempotent."""
-
-
-def _group(spec: Any) -> Group:
-    return Group(spec.block_size, getattr(spec, "sliding_window", None))
 
 
 def _wrong_tp_size(got: int, expected: int) -> RequestError:

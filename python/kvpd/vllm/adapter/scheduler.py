@@ -19,7 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 
 from kvpd.errors import RequestError
+from kvpd.vllm.adapter.groups import groups_of
 from kvpd.vllm.adapter.listener import serve_handshakes
+from kvpd.vllm.adapter.windows import keep_for_last_token
 from kvpd.vllm.pairing import Wanted
 from kvpd.vllm.prompt import Media, digest
 from kvpd.vllm.reference import Proof, Reference, Refusal, publish, referred
@@ -35,7 +37,7 @@ class Asked:
     Attributes:
         what: what it refers to, or why it is refused.
         num_computed_tokens: leading tokens that are here already, as last asked for.
-        wanted: which blocks wait for the peer's; None until they are allocated.
+        wanted: which blocks wait for the peer's; None if none does, or if the model keeps states.
     """
 
     what: Reference | Refusal
@@ -53,9 +55,15 @@ class KvpdScheduler(NixlPullConnectorScheduler):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._has_states = groups_of(kv_cache_config) is None
         self._asked: dict[str, Asked] = {}
         # To be failed by the workers, with the blocks that wait for nothing.
         self._refused: dict[str, tuple[Refusal, Sequence[Sequence[int]] | None]] = {}
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Of what the engine's cache manager keeps; states are not computed again."""
+        if not self._has_states:
+            keep_for_last_token(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         """As stock, for a request whose parameters are as they have to be."""
@@ -95,15 +103,15 @@ class KvpdScheduler(NixlPullConnectorScheduler):
         name = request.request_id
         with self._alone(request):
             asked = self._asked.get(name)
-            if asked is None or isinstance(asked.what, Reference):
+            what = None if asked is None else asked.what
+            if not isinstance(what, Refusal):
                 super().update_state_after_alloc(request, blocks, num_external_tokens)
-            if asked is not None and name in self._reqs_need_recv:
-                waiting = self._reqs_need_recv[name][1]
-                asked.wanted = Wanted(
-                    tuple(tuple(group) for group in waiting),
-                    self._first_blocks(blocks, waiting),
-                    num_tokens=asked.num_computed_tokens + num_external_tokens,
-                )
+            if asked and isinstance(what, Reference) and num_external_tokens > 0:
+                num_tokens = asked.num_computed_tokens + num_external_tokens
+                # vLLM 0.30 and 0.31 may have taken fewer tokens than they were offered.
+                self._check_state(what, num_tokens)
+                if not self._has_states:
+                    asked.wanted = self._wanted(blocks, num_tokens)
         asked = self._asked.get(name)
         if asked is not None and isinstance(asked.what, Refusal):
             # Once: a request that is recomputed comes here again.
@@ -199,11 +207,7 @@ class KvpdScheduler(NixlPullConnectorScheduler):
             )
 
     def _num_usable_tokens(self, reference: Reference, count: int, num_computed: int) -> int:
-        """Of `count` tokens that stock would wait for, those that the peer has computed.
-
-        Raises:
-            RequestError: the model keeps a running state, which is that after another token.
-        """
+        """Of `count` tokens that stock would wait for, those that the peer has computed."""
         has = reference.num_usable_tokens
         if has > num_computed and not any(reference.block_ids):
             raise RequestError(
@@ -214,26 +218,34 @@ class KvpdScheduler(NixlPullConnectorScheduler):
                 got="0 blocks",
                 expected=f"those of {has} tokens",
             )
-        if self._has_mamba and count > 0 and has != num_computed + count:
+        if count > 0:
+            self._check_state(reference, num_computed + count)
+        return min(count, has - num_computed)
+
+    def _check_state(self, reference: Reference, num_tokens: int) -> None:
+        """Raise `RequestError` if the model keeps states, and they are those after other tokens."""
+        has = reference.num_usable_tokens
+        if self._has_states and has != num_tokens:
             raise RequestError(
                 f"kv_transfer_params.remote_num_tokens is {has}; the state of this model is that "
-                f"after its last token, which has to be token {num_computed + count}; give every "
-                "request the kv_transfer_params of its own prefill",
+                f"after its last token, which has to be token {num_tokens}; give every request the "
+                "kv_transfer_params of its own prefill",
                 code="remote-tokens",
                 field="kv_transfer_params.remote_num_tokens",
                 got=has,
-                expected=num_computed + count,
+                expected=num_tokens,
             )
-        return min(count, has - num_computed)
 
-    def _first_blocks(self, blocks: Any, waiting: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """For each KV group, at which position of the sequence its waiting blocks begin."""
-        if self._has_mamba or not waiting:
-            return ()
-        held = self.kv_cache_config.select_transfer_block_ids(
-            [[block.block_id for block in group] for group in blocks.blocks]
-        )
-        found = []
+    def _wanted(self, blocks: Any, num_tokens: int) -> Wanted:
+        """What a request waits for, of all its blocks.
+
+        Stock cuts the lists of windows to their length, from the end: in front of blocks that are
+        ahead of the tokens it would lose some that are attended to.
+        """
+        select = self.kv_cache_config.select_transfer_block_ids
+        held = select([[block.block_id for block in group] for group in blocks.blocks])
+        waiting = select(blocks.get_unhashed_block_ids_all_groups())
+        first_blocks = []
         for ids, group in zip(held, waiting, strict=True):
             first = ids.index(group[0]) if group else len(ids)
             if list(group) != ids[first : first + len(group)]:
@@ -244,8 +256,8 @@ class KvpdScheduler(NixlPullConnectorScheduler):
                     got=list(group)[:16],
                     expected=ids[first : first + 16],
                 )
-            found.append(first)
-        return tuple(found)
+            first_blocks.append(first)
+        return Wanted(tuple(map(tuple, waiting)), tuple(first_blocks), num_tokens)
 
 
 def _proof(request: Any, params: dict[str, Any]) -> Proof:
