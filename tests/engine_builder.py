@@ -14,8 +14,10 @@ def facts(**changes: Any) -> EngineFacts:
     """Facts of one rank, with what the test changes."""
     values: dict[str, Any] = {
         "model": "some/model",
+        "model_config": {"hidden_size": "4096"},
+        "model_weights": "weights 1",
         "model_dtype": "bfloat16",
-        "cache_dtype": "auto",
+        "cache_dtype": "bfloat16",
         "total_kv_heads": 4,
         "head_dim": 64,
         "block_size": 16,

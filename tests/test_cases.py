@@ -16,7 +16,7 @@ CASES = {case["id"]: case for case in json.loads((ROOT / "tests/vectors/cases.js
 FACTS: dict[str, Any] = {
     "model": "qwen3-8b",
     "model_dtype": "bfloat16",
-    "cache_dtype": "auto",
+    "cache_dtype": "bfloat16",
     "total_kv_heads": 8,
     "head_dim": 128,
     "block_size": 16,
@@ -218,9 +218,16 @@ def test_real_stride_wins() -> None:
 
 NAMED: list[tuple[str, Any, str]] = [
     ("model", "llama-3", "model"),
+    ("model_dtype", "float16", "model_dtype"),
+    ("speculative", "eagle3", "speculative"),
+    ("pp_size", 2, "pp_size"),
     ("cache_dtype", "fp8", "cache_dtype"),
     ("tp_size", 2, "tp_size"),
 ]
+
+
+# Of facts that are not given.
+DEFAULTS = {"tp_size": 1, "pp_size": 1, "speculative": "none"}
 
 
 @pytest.mark.parametrize(("fact", "value", "field"), NAMED)
@@ -230,9 +237,62 @@ def test_name_the_factor(fact: str, value: Any, field: str) -> None:
     (reason,) = kvpd.negotiate(local, remote, convert=True).reasons
     assert (reason.field, reason.local, reason.remote) == (
         field,
-        str(FACTS.get(fact, 1)),
+        str({**DEFAULTS, **FACTS}[fact]),
         str(value),
     )
+
+
+def test_one_name_other_weights() -> None:
+    """What was loaded decides, whatever it is called; with real engines: tests/vllm."""
+    standard, _ = formats(8)
+    known = {"model_config": {"hidden_size": "4096"}, "model_weights": "revision 1"}
+
+    def side(**facts: Any) -> kvpd.EngineDescription:
+        return engine(standard, "LBHNC", **(known | facts))
+
+    (reason,) = kvpd.negotiate(side(), side(model_weights="revision 2")).reasons
+    assert (reason.code, reason.local, reason.remote) == (
+        "model-weights",
+        "revision 1 of qwen3-8b",
+        "revision 2 of qwen3-8b",
+    )
+    for same in (
+        side(model="/models/Qwen3-8B"),
+        side(cache_dtype_setting="auto"),
+        side(cache_dtype_setting="bfloat16"),
+    ):
+        verdict = kvpd.negotiate(side(), same)
+        assert verdict.kind == "identical" and not verdict.warnings
+    # Where one side does not know, names are all there is, and that is said.
+    verdict = kvpd.negotiate(side(), side(model_weights=None))
+    assert [warning.code for warning in verdict.warnings] == ["model-unproved"]
+    spelt = side(model="/models/Qwen3-8B", model_weights=None)
+    assert codes(kvpd.negotiate(side(), spelt)) == ["model"]
+
+
+def test_hybrid_default() -> None:
+    """The layers, their formats and the switch; nothing is printed of both sides alike."""
+    sides = []
+    for format in reversed(formats(8)):
+        # Under the hybrid manager a full and a sliding-window layer share their pages.
+        names = [["layers.0", "layers.2"], ["layers.1", "layers.3"]]
+        regions = [
+            kvpd.Region(
+                (1 + index) << 20, 8, format.page_bytes, format.page_bytes, format=format,
+                planes=range(len(format.plane_bytes)), layers=layers,
+            )
+            for index, layers in enumerate(names)
+        ]  # fmt: skip
+        facts = FACTS | {"num_kv_groups": 2, "hybrid_manager": True}
+        sides.append(kvpd.EngineDescription(kvpd.EngineFacts(**facts), regions))
+    verdict = kvpd.negotiate(*sides, convert=True)
+    (reason,) = [reason for reason in verdict.reasons if reason.code == "hybrid"]
+    layers = "layers.0 sharing its pages with layers.2, layers.1 sharing its pages with layers.3"
+    assert f"{layers} in aiter-shuffle" in reason.local
+    assert f"{layers} in standard" in reason.remote
+    assert "--disable-hybrid-kv-cache-manager on both sides" in reason.remedy
+    for reason in verdict.reasons:
+        assert reason.local != reason.remote
 
 
 def test_name_the_factor_layers() -> None:

@@ -244,10 +244,40 @@ def test_text_has_every_reason_with_values_and_remedy(capsys: pytest.CaptureFixt
         "pair-out-of-scope: page_format",
         "decode   standard(H=4, N=16, D=64, bfloat16, HNC)",
         "prefill  aiter-shuffle(H=4, N=16, D=64, bfloat16, v=tiled)",
-        "prefill with standard HNC pages and decode with AITER shuffled pages",
+        "keep standard HNC pages on the side that owns the pages and AITER shuffled ones on the",
         "page_format_conversion off",
     ):
         assert expected in shown
+
+
+def test_a_value_that_is_wrong_on_both_sides_is_printed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    staged = engine(pp_size=2)
+    blobs = kvpd_engine(staged, "p"), kvpd_engine(staged, "d")
+    status, value = checked(capsys, blobs[0], blobs[1])
+    (reason,) = value["reasons"]
+    assert (status, reason["code"], reason["is_shared"]) == (1, "pp-size", True)
+    with listening({0: blobs[0]}) as prefill, listening({0: blobs[1]}) as decode:
+        assert main(["check", prefill, decode]) == 1
+    shown = capsys.readouterr().out
+    _, _, reason_shown = shown.partition("pp-size: pp_size")
+    assert "both  2" in reason_shown and "prefill" not in reason_shown
+
+
+def test_weights_that_differ_or_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = kvpd_engine(engine(model_weights=None), "unknown")
+    other = kvpd_engine(engine(model_weights="weights 2"), "other")
+    allow = ("--allow-other-weights",)
+    for prefill, options, status, unproved in (
+        (other, (), 1, []),
+        (other, allow, 2, ["model-weights"]),
+        (unknown, (), 2, ["model-unproved"]),
+        (unknown, allow, 2, ["model-unproved"]),
+    ):
+        found, value = checked(capsys, prefill, D_KVPD, *options)
+        assert (found, codes(value["unproved"])) == (status, unproved)
+        assert value["handshake"] == ("refused" if status == 1 else "accepted")
 
 
 def test_files_give_the_answer_of_the_engines(

@@ -45,11 +45,15 @@ def test_a_tagged_engine_shows_its_pages(capsys: pytest.CaptureFixture[str]) -> 
     shown = inspected(capsys, tagged(SHUFFLED))
     for expected in (
         "kvpd's connector, tagged",
-        "vLLM         0.33.0",
+        "vLLM           0.33.0",
         "some/model, bfloat16",
-        "4 KV heads of 64, auto",
+        "quantization none",
+        "weights        weights 1",
+        "configuration  1 field, ",
+        "4 KV heads of 64, bfloat16",
+        "speculative    none",
         "TP rank 0 of 1",
-        "page format  aiter-shuffle(H=4, N=16, D=64, bfloat16, v=tiled)",
+        "page format    aiter-shuffle(H=4, N=16, D=64, bfloat16, v=tiled)",
         "6 regions of 3 layers, 528 KiB registered",
         "plane 0",
         "plane 1",
@@ -60,13 +64,30 @@ def test_a_tagged_engine_shows_its_pages(capsys: pytest.CaptureFixture[str]) -> 
     assert shown.count("layer.0 ... layer.2 (3)") == 2
 
 
+def test_what_is_not_known_of_a_model_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = inspected(capsys, tagged(engine(model_config=None, model_weights=None)))
+    assert shown.count("unknown; the engine's log says why") == 2
+    shown = inspected(capsys, tagged(QUANTISED))
+    assert "float8_e4m3fn (set as fp8), scales of 2 layers" in shown
+
+
 def test_padded_regions_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     shown = inspected(capsys, payload(stock_fields(block_strides=[16_384, 16_384, 20_480])))
     assert "20,480 padded" in shown
     assert "layer.0, layer.1 " in shown
 
 
-@pytest.mark.parametrize("description", [engine(), SHUFFLED], ids=["standard", "shuffled"])
+QUANTISED = engine(
+    quantised_cache=True,
+    cache_dtype="float8_e4m3fn",
+    cache_dtype_setting="fp8",
+    scales=[("layer.0", [0.1], [1e-30]), ("layer.1", [0.5, 2.0], [3.0])],
+)
+
+
+@pytest.mark.parametrize(
+    "description", [engine(), SHUFFLED, QUANTISED], ids=["standard", "shuffled", "quantised"]
+)
 def test_saved_and_read_again(
     description: EngineDescription, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,7 +61,7 @@ def test_optional_parts_are_shown_whatever_they_are(capsys: pytest.CaptureFixtur
 def test_a_newer_tag_is_named_and_the_rest_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     blob = with_body({"formats": "another idea of formats"}, version=wire.WIRE_VERSION + 1)
     shown = inspected(capsys, blob)
-    assert "its tag cannot be read: the peer speaks kvpd wire version 2, this is 1" in shown
+    assert "its tag cannot be read: the peer speaks kvpd wire version 3, this is 2" in shown
     assert "6 regions" in shown
     value = valid(inspected(capsys, blob, "--json"))
     assert value["summary"]["tag_problem"]["code"] == "wire-version"

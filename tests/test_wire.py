@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,9 +44,24 @@ DESCRIPTIONS = {
     "shuffled LBHNC": engine("aiter_shuffle", "LBHNC"),
     "shuffled, transposed V": engine("aiter_shuffle", "LHBNC", format_changes={"v": "transposed"}),
     "split": engine("split_kv", "LHBNC"),
+    "of whose model nothing is known": engine(model_config=None, model_weights=None),
+    "with scales that nobody knows": engine(quantised_cache=True, cache_dtype="float8_e5m2"),
     "untagged region": EngineDescription(facts(), [Region(4096, 3, 64, 128, layers=["a"])]),
     "strided, on a device, at the top of memory": EngineDescription(
-        facts(tp_size=2, tp_rank=1, num_kv_groups=2, uses_mla=True),
+        facts(
+            tp_size=2,
+            tp_rank=1,
+            pp_size=3,
+            num_kv_groups=2,
+            uses_mla=True,
+            hybrid_manager=True,
+            speculative="eagle",
+            quantization="fp8",
+            cache_dtype="float8_e4m3fn",
+            cache_dtype_setting="fp8",
+            quantised_cache=True,
+            scales=[("a", [0.1], [1e-30]), ("b", [0.5, 2.0], [3.0])],
+        ),
         [
             Region(
                 2**63 + 4096,
@@ -113,11 +130,43 @@ def test_a_carrier_with_our_key_still_decodes_for_those_who_do_not_know_it() -> 
     assert caught.value.code == "duplicate-key"
 
 
+def packed_envelope(envelope: Any) -> bytes:
+    return msgspec.msgpack.encode({"kvpd": msgspec.msgpack.encode(envelope)})
+
+
+def test_an_engine_of_wire_version_1_is_refused_by_name() -> None:
+    """The file is what kvpd published before its wire had fingerprints."""
+    tag = (Path(__file__).parent / "vectors/tag_v1.msgpack").read_bytes()
+    with pytest.raises(WireVersionError) as caught:
+        wire.decode_tag(tag)
+    error = caught.value
+    assert (error.code, error.field, error.got, error.expected) == (
+        "wire-version",
+        "version",
+        "1",
+        "2",
+    )
+    assert "run the same kvpd release on both sides" in str(error)
+
+
+def test_an_engine_of_wire_version_1_refuses_us_by_name() -> None:
+    """It reads the version and no more: the struct is that of its envelope, written out anew."""
+
+    class EnvelopeOfVersion1(msgspec.Struct):
+        version: int
+        body: msgspec.Raw = msgspec.Raw()
+
+    ours = msgspec.msgpack.decode(wire.encode_tag(handshake()), type=EnvelopeOfVersion1)
+    theirs_tag = (Path(__file__).parent / "vectors/tag_v1.msgpack").read_bytes()
+    theirs = msgspec.msgpack.decode(theirs_tag, type=EnvelopeOfVersion1)
+    assert (ours.version, theirs.version) == (2, 1)
+
+
 def test_a_later_version_may_have_no_body_at_all() -> None:
     with pytest.raises(WireVersionError):
-        wire.decode(msgspec.msgpack.encode({"kvpd": msgspec.msgpack.encode({"version": 2})}))
+        wire.decode(packed_envelope({"version": wire.WIRE_VERSION + 1}))
     with pytest.raises(WireError) as caught:
-        wire.decode(msgspec.msgpack.encode({"kvpd": msgspec.msgpack.encode({"version": 1})}))
+        wire.decode(packed_envelope({"version": wire.WIRE_VERSION}))
     assert not isinstance(caught.value, WireVersionError)
 
 
@@ -200,6 +249,28 @@ WRONG = [
     ("facts.tp_size", 1.0, "invalid-field", "facts.tp_size"),
     ("facts.tp_size", True, "invalid-field", "facts.tp_size"),
     ("facts.uses_mla", 0, "invalid-field", "facts.uses_mla"),
+    ("facts.pp_size", 0, "out-of-range", "facts.pp_size"),
+    ("facts.hybrid_manager", 1, "invalid-field", "facts.hybrid_manager"),
+    ("facts.speculative", "", "text", "facts.speculative"),
+    ("facts.model_weights", "", "text", "facts.model_weights"),
+    ("facts.model_weights", "w" * 513, "invalid-field", "facts.model_weights"),
+    ("facts.model_config", [], "invalid-field", "facts.model_config"),
+    ("facts.model_config", {"a": 1}, "invalid-field", "facts.model_config"),
+    ("facts.model_config", {"a": "\n"}, "text", "facts.model_config"),
+    ("facts.model_config", {"a": "x" * 4097}, "invalid-field", "facts.model_config"),
+    (
+        "facts.model_config",
+        {f"f{index}": "1" for index in range(257)},
+        "invalid-field",
+        "facts.model_config",
+    ),
+    ("facts.scales", [["a", [1.0], [1.0]]], "scales-of-plain-cache", "facts.scales"),
+    ("facts.scales", [["a", [1.0]]], "invalid-field", "facts.scales"),
+    ("facts.scales", [["a", ["1"], [1.0]]], "invalid-field", "facts.scales"),
+    ("facts.scales", [["a", [math.nan], [1.0]]], "scale-value", "scales of layer a"),
+    ("facts.scales", [["a", [1.0], [math.inf]]], "scale-value", "scales of layer a"),
+    ("facts.scales", [["a", [0.0], [1.0]]], "scale-value", "scales of layer a"),
+    ("facts.scales", [["a", [1.0], [1.0]]] * 4097, "invalid-field", "facts.scales"),
     ("formats", {}, "invalid-field", "formats"),
     ("formats.0.digest", "0" * 64, "digest", "formats[0].digest"),
     ("formats.0.components.0.base_bytes", 2**63 - 1, None, "formats[0]"),
@@ -332,8 +403,27 @@ def test_padding_travels() -> None:
 
 # "name-the-factor": peers that differ in one thing, judged after the wire.
 FACTORS: dict[str, tuple[EngineDescription, str, str, str, str]] = {
-    "model": (engine(model="other/model"), "model", "model", "some/model", "other/model"),
-    "KV dtype": (engine(cache_dtype="fp8_e5m2"), "cache-dtype", "cache_dtype", "auto", "fp8_e5m2"),
+    "model, by what was loaded": (
+        engine(model_weights="weights 2"),
+        "model-weights",
+        "model_weights",
+        "weights 1 of some/model",
+        "weights 2 of some/model",
+    ),
+    "model, by name where that is all": (
+        engine(model="other/model", model_weights=None),
+        "model",
+        "model",
+        "some/model",
+        "other/model",
+    ),
+    "KV dtype": (
+        engine(cache_dtype="fp8_e5m2"),
+        "cache-dtype",
+        "cache_dtype",
+        "bfloat16",
+        "fp8_e5m2",
+    ),
     "TP": (engine(tp_size=2), "tp-size", "tp_size", "1", "2"),
     "layers": (
         engine(layers=(*LAYERS, "layer.3", "layer.4")),

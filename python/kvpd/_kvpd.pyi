@@ -4,7 +4,7 @@ Every number is checked at construction; what exists is valid. All classes are i
 Bytes are bytes, never elements; block ids count pages inside a region.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -249,7 +249,13 @@ def cache_regions(
 
 @final
 class EngineFacts:
-    """What a refusal is explained with; every field is compared or named, none is guessed."""
+    """What has to agree with a peer, or a refusal is explained with; none is guessed.
+
+    None is unknown, and equals nothing. `model_config` maps the names of fields that decide what K
+    and V are to their canonical texts; `scales` has, of a quantised cache, each layer's name and
+    its scales of K and of V (one, or one a head). `cache_dtype` is the resolved element type;
+    `cache_dtype_setting`, by default the same, what the operator set.
+    """
 
     def __new__(
         cls,
@@ -264,17 +270,38 @@ class EngineFacts:
         backend: str,
         release: str,
         connector: str,
+        model_config: Mapping[str, str] | None = None,
+        model_weights: str | None = None,
+        quantization: str = "none",
+        cache_dtype_setting: str | None = None,
+        quantised_cache: bool = False,
+        scales: Sequence[tuple[str, Sequence[float], Sequence[float]]] | None = None,
+        speculative: str = "none",
+        hybrid_manager: bool = False,
         tp_size: int = 1,
         tp_rank: int = 0,
+        pp_size: int = 1,
         num_kv_groups: int = 1,
         uses_mla: bool = False,
     ) -> EngineFacts: ...
     @property
     def model(self) -> str: ...
     @property
+    def model_config(self) -> dict[str, str] | None: ...
+    @property
+    def model_weights(self) -> str | None: ...
+    @property
+    def quantization(self) -> str: ...
+    @property
     def model_dtype(self) -> str: ...
     @property
     def cache_dtype(self) -> str: ...
+    @property
+    def cache_dtype_setting(self) -> str: ...
+    @property
+    def quantised_cache(self) -> bool: ...
+    @property
+    def scales(self) -> tuple[tuple[str, tuple[float, ...], tuple[float, ...]], ...] | None: ...
     @property
     def total_kv_heads(self) -> int: ...
     @property
@@ -290,9 +317,15 @@ class EngineFacts:
     @property
     def connector(self) -> str: ...
     @property
+    def speculative(self) -> str: ...
+    @property
+    def hybrid_manager(self) -> bool: ...
+    @property
     def tp_size(self) -> int: ...
     @property
     def tp_rank(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
     @property
     def num_kv_groups(self) -> int: ...
     @property
@@ -334,6 +367,9 @@ class Reason:
     @property
     def remote(self) -> str: ...
     @property
+    def is_shared(self) -> bool:
+        """Both sides have one value, and that is what is wrong: `local` and `remote` are it."""
+    @property
     def remedy(self) -> str: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -349,7 +385,7 @@ class Verdict:
         """Why a pair is refused; empty unless kind is "refuse"."""
     @property
     def warnings(self) -> tuple[Reason, ...]:
-        """What an accepted pair rests on unproved (an untagged peer)."""
+        """What an accepted pair rests on unproved: an untagged peer, unknown or other weights."""
     @property
     def source(self) -> PageFormat | None:
         """What is read from the peer; set when kind is "convert"."""
@@ -365,13 +401,16 @@ def negotiate(
     *,
     convert: bool = False,
     require_tagged: bool = False,
+    allow_other_weights: bool = False,
     converters: Sequence[tuple[PageFormat, PageFormat]] = (),
 ) -> Verdict:
     """Judge a pair from the reader's side: may `local` read `remote`'s pages?
 
-    `remote` is None for a peer that published nothing of kvpd's (untagged). `converters` are pairs
-    (remote, local) that a backend converts itself: with `convert` they are in scope whatever their
-    components are. A pair that does not fit raises nothing: that is a refusal with every reason.
+    `remote` is None for a peer that published nothing of kvpd's (untagged). With
+    `allow_other_weights` weights and their quantisation may differ, and nothing else. `converters`
+    are pairs (remote, local) that a backend converts itself: with `convert` they are in scope
+    whatever their components are. A pair that does not fit raises nothing: that is a refusal with
+    every reason.
     """
 
 @final

@@ -61,6 +61,7 @@ class Receiver:
         max_pages: blocks of the largest request; the cache's blocks if None.
         link: what transfers cost; defaults for the cache's kind of memory if None.
         require_tagged: refuse peers that published nothing of kvpd's.
+        allow_other_weights: read from peers whose weights differ or are quantised otherwise.
         clock: seconds; deadlines are readings of it.
 
     Raises:
@@ -84,6 +85,7 @@ class Receiver:
         max_pages: int | None = None,
         link: LinkModel | None = None,
         require_tagged: bool = False,
+        allow_other_weights: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if placement not in ("in_place", "staged", "planned"):
@@ -98,6 +100,7 @@ class Receiver:
         self._description = description
         self._convert = convert
         self._require_tagged = require_tagged
+        self._allow_other_weights = allow_other_weights
         self._clock = clock
         pages: Pages | None = None
         queue: ConversionQueue | None = None
@@ -155,6 +158,7 @@ class Receiver:
             None if handshake is None else handshake.description,
             convert=self._convert,
             require_tagged=self._require_tagged,
+            allow_other_weights=self._allow_other_weights,
             converters=registered_pairs(),
         )
         if verdict.kind == "refuse":

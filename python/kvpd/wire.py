@@ -27,7 +27,7 @@ from kvpd._kvpd import (
 from kvpd.direct.part import DirectPart
 from kvpd.errors import KvpdError, WireError, WireVersionError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 KEY = "kvpd"
 MAX_BYTES = 8 << 20
 MAX_REGIONS = 4096
@@ -91,10 +91,30 @@ class _Region(_Wire, frozen=True):
     layers: Annotated[list[_Text], msgspec.Meta(max_length=1024)]
 
 
+# Scales of K or of V of one layer: one, or one a head.
+_Scales = Annotated[list[float], msgspec.Meta(max_length=1 << 16)]
+
+
 class _Facts(_Wire, frozen=True):
     model: _Text
+    model_config: (
+        Annotated[
+            dict[_Text, Annotated[str, msgspec.Meta(max_length=4096)]],
+            msgspec.Meta(max_length=256),
+        ]
+        | None
+    )
+    model_weights: _Text | None
+    quantization: _Text
     model_dtype: _Text
     cache_dtype: _Text
+    cache_dtype_setting: _Text
+    quantised_cache: bool
+    # Per layer its name, the scales of K and those of V: three values in a row, since there may be
+    # a hundred layers.
+    scales: (
+        Annotated[list[tuple[_Text, _Scales, _Scales]], msgspec.Meta(max_length=MAX_REGIONS)] | None
+    )
     total_kv_heads: _Small
     head_dim: _Small
     block_size: _Small
@@ -102,8 +122,11 @@ class _Facts(_Wire, frozen=True):
     backend: _Text
     release: _Text
     connector: _Text
+    speculative: _Text
+    hybrid_manager: bool
     tp_size: _Small
     tp_rank: _Small
+    pp_size: _Small
     num_kv_groups: _Small
     uses_mla: bool
 

@@ -24,7 +24,16 @@ from tests.vllm.pair import DECODE_TOKENS
 HERE = Path(__file__).parent
 NEED_NO_VLLM = tuple(
     f"test_{name}.py"
-    for name in ("docs", "judgement", "link", "pairing", "readers", "reference", "units")
+    for name in (
+        "docs",
+        "fingerprint",
+        "judgement",
+        "link",
+        "pairing",
+        "readers",
+        "reference",
+        "units",
+    )
 )
 PROBE = "import nixl._api, vllm, vllm.entrypoints.llm; print(vllm.__version__)"
 

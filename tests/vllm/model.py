@@ -43,14 +43,21 @@ class ModelSize:
         return f"l{self.layers}-w{self.hidden}-t{self.max_tokens}"
 
 
-def build_model(directory: Path, shape: ModelShape, size: ModelSize = ModelSize()) -> Path:
-    """Write the model under `directory`; the same shape and size give the same bytes."""
+def build_model(
+    directory: Path,
+    shape: ModelShape,
+    size: ModelSize = ModelSize(),
+    *,
+    seed: int = 0,
+    num_files: int = 1,
+) -> Path:
+    """Write the model under `directory`; the same shape, size and seed give the same tensors."""
     path = directory / f"{shape.name}-{size.name}"
     if (path / "config.json").exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
     hidden, query_heads = size.hidden, 2 * shape.kv_heads
-    _write_safetensors(path / "model.safetensors", _weights(shape, size, query_heads))
+    _write_weights(path, _weights(shape, size, query_heads, seed), num_files)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -75,9 +82,11 @@ def build_model(directory: Path, shape: ModelShape, size: ModelSize = ModelSize(
     return path
 
 
-def _weights(shape: ModelShape, size: ModelSize, query_heads: int) -> dict[str, torch.Tensor]:
+def _weights(
+    shape: ModelShape, size: ModelSize, query_heads: int, seed: int
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(
-        1 + sum(ord(char) for char in json.dumps(asdict(shape)))
+        1 + seed + sum(ord(char) for char in json.dumps(asdict(shape)))
     )
     dtype = getattr(torch, shape.dtype)
 
@@ -112,6 +121,21 @@ def _weights(shape: ModelShape, size: ModelSize, query_heads: int) -> dict[str, 
             prefix + "mlp.down_proj.weight": normal(hidden, 2 * hidden, scale=0.3 * unit),
         }
     return weights
+
+
+def _write_weights(path: Path, tensors: dict[str, torch.Tensor], num_files: int) -> None:
+    """In one file, or in several with an index, the tensors dealt out in turn."""
+    if num_files == 1:
+        _write_safetensors(path / "model.safetensors", tensors)
+        return
+    weight_map: dict[str, str] = {}
+    for index in range(num_files):
+        file = f"model-{index + 1:05}-of-{num_files:05}.safetensors"
+        names = list(tensors)[index::num_files]
+        _write_safetensors(path / file, {name: tensors[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (path / "model.safetensors.index.json").write_text(text)
 
 
 def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -248,16 +248,186 @@ def test_draft_models_are_published_shortly_and_told_apart(engine: EngineProcess
     found = engine.call(
         "evaluate",
         source="""
-from kvpd.vllm.adapter import description
-kept = description._get_speculative_compatibility_factors
+from types import SimpleNamespace
+from kvpd.vllm.adapter import model_facts
+kept = model_facts._get_speculative_compatibility_factors, model_facts._weights
+# A draft model is not at hand: its settings are stood in for, the rest is the engine's.
+config = SimpleNamespace(
+    speculative_config=SimpleNamespace(draft_model_config=worker.model_config),
+    load_config=worker.vllm_config.load_config,
+)
 factors = {"method": "eagle3", "model": "/models/" + 300 * "x" + "/EAGLE3-8B", "revision": None}
-result = []
-for changes in ({}, {"revision": 40 * "a"}, {"model": "/models/" + 300 * "y" + "/EAGLE3-8B"}):
-    description._get_speculative_compatibility_factors = lambda config: factors | changes
-    result.append(description._speculative(None))
-description._get_speculative_compatibility_factors = kept
+names = ({}, {"revision": 40 * "a"}, {"model": "/models/" + 300 * "y" + "/EAGLE3-8B"})
+result = [[], []]
+for changes in (*names, {"method": "eagle"}):
+    model_facts._get_speculative_compatibility_factors = lambda config: factors | changes
+    result[0].append(model_facts.speculative(config))
+    model_facts._weights = lambda *arguments: 1 / 0
+    result[1].append(model_facts.speculative(config))
+    model_facts._weights = kept[1]
+model_facts._get_speculative_compatibility_factors, model_facts._weights = kept
+""".replace("worker.", "engine.connector_worker()."),
+    )
+    known, unknown = found
+    # Its weights are sampled as the model's are; where they cannot be, its name counts.
+    assert len(set(known[:3])) == 1 and len(set(known)) == 2
+    assert all(text.startswith("eagle") and " draft weights " in text for text in known)
+    assert len(set(unknown)) == 4
+    for text in (*known, *unknown):
+        assert text.startswith("eagle") and len(text) < 128
+    assert all("EAGLE3-8B" in text for text in unknown)
+
+
+def test_what_was_loaded_is_published(engine: EngineProcess) -> None:
+    facts = engine.call(
+        "evaluate",
+        source="""
+from kvpd.vllm.adapter.description import describe
+worker = engine.connector_worker()
+layers = engine.runner.compilation_config.static_forward_context
+caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+facts = describe(worker, caches).facts
+names = ("model_config", "model_weights", "quantization", "cache_dtype", "cache_dtype_setting",
+    "quantised_cache", "scales", "speculative", "hybrid_manager", "pp_size")
+result = {name: getattr(facts, name) for name in names}
 """,
     )
-    assert len(set(found)) == 3
-    for text in found:
-        assert text.startswith("eagle3 ") and "EAGLE3-8B" in text and len(text) < 128
+    config = facts.pop("model_config")
+    assert len(facts.pop("model_weights")) == 32
+    assert facts.pop("hybrid_manager") in (True, False)
+    assert facts == {
+        "quantization": "none",
+        "cache_dtype": "bfloat16",
+        "cache_dtype_setting": "auto",
+        "quantised_cache": False,
+        "scales": None,
+        "speculative": "none",
+        "pp_size": 1,
+    }
+    # As tests/vllm/model.py writes them.
+    assert config["architectures"] == '["Qwen3ForCausalLM"]'
+    assert (config["hidden_size"], config["head_dim"]) == ("256", "64")
+    assert (config["rope"], config["rms_norm_eps"]) == ('{"rope_theta":10000}', "1e-06")
+
+
+def test_an_engine_whose_model_cannot_be_told_says_so_and_starts(engine: EngineProcess) -> None:
+    found = engine.call(
+        "evaluate",
+        source="""
+from copy import copy
+from kvpd.vllm.adapter.model_facts import model_facts
+config = copy(engine.engine.vllm_config)
+result = []
+for change in ("dummy", None):
+    config.load_config = copy(engine.engine.vllm_config.load_config)
+    config.load_config.load_format = change
+    facts = model_facts(config)
+    result.append([facts["model_weights"], facts["model_config"] is None])
+config.load_config = engine.engine.vllm_config.load_config
+config.model_config = copy(config.model_config)
+config.model_config.hf_text_config = None
+facts = model_facts(config)
+result.append([facts["model_weights"] is None, facts["model_config"]])
+""",
+    )
+    assert found == [[None, False], [None, False], [False, None]]
+    assert "the weights cannot be told to peers: KvpdError: load format 'dummy'" in engine.log
+    assert "the configuration cannot be told to peers: AttributeError" in engine.log
+
+
+def test_quantisation_is_the_checkpoints_word(engine: EngineProcess) -> None:
+    """vLLM's own name of one method depends on the kernels of the GPU."""
+    found = engine.call(
+        "evaluate",
+        source="""
+from enum import Enum
+from types import SimpleNamespace
+from kvpd.vllm.adapter.model_facts import _quantization
+Method = Enum("Method", {"FP8": "fp8"})
+def named(vllms, **config):
+    return _quantization(SimpleNamespace(quantization=vllms, hf_config=SimpleNamespace(**config)))
+awq = {"quant_method": "awq", "bits": 4}
+result = [
+    named("awq", quantization_config=awq), named("awq_marlin", quantization_config=awq),
+    named("compressed-tensors", compression_config={"quant_method": "compressed-tensors"}),
+    named("fp8", quantization_config=SimpleNamespace(quant_method=Method.FP8)),
+    named("fp8"), named(None), named(None, quantization_config=None),
+]
+""",
+    )
+    assert found == ["awq", "awq", "compressed-tensors", "fp8", "fp8", "none", "none"]
+
+
+def test_element_types_are_resolved(engine: EngineProcess) -> None:
+    found = engine.call(
+        "evaluate",
+        source="""
+from copy import copy
+from types import SimpleNamespace
+import torch
+from kvpd.vllm.adapter import model_facts
+config = copy(engine.engine.vllm_config)
+def element(setting, quantization=None, fp8=torch.float8_e4m3fn):
+    config.cache_config = SimpleNamespace(cache_dtype=setting)
+    config.model_config = copy(engine.engine.vllm_config.model_config)
+    config.model_config.hf_config = SimpleNamespace(quantization_config=quantization)
+    model_facts.current_platform = SimpleNamespace(fp8_dtype=lambda: fp8)
+    return model_facts.cache_element(config)
+kept = model_facts.current_platform
+modelopt = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+try:
+    result = [
+        *map(element, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")),
+        element("fp8", fp8=torch.float8_e4m3fnuz),
+        element("auto", modelopt),
+    ]
+finally:
+    model_facts.current_platform = kept
+""",
+    )
+    fn, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    plain = ["bfloat16", "bfloat16", "float16"]
+    assert found == [*plain, fn, fn, e5m2, "nvfp4", "float8_e4m3fnuz", fn]
+
+
+def test_scales_of_a_quantised_cache(engine: EngineProcess) -> None:
+    """On vLLM's attention layers; only the quantisation of their specs is made up."""
+    found = engine.call(
+        "evaluate",
+        source="""
+from dataclasses import replace
+from vllm.v1.kv_cache_interface import KVQuantMode
+from kvpd.vllm.adapter.model_facts import scale_facts
+worker = engine.connector_worker()
+layers = engine.runner.compilation_config.static_forward_context
+plain = worker._layer_specs
+specs = {name: replace(spec, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    for name, spec in plain.items()}
+(first, second, *_) = specs
+layer = layers[second]
+kept = layer._k_scale, layer._k_scale_float, layer._v_scale
+try:
+    result = [scale_facts(plain, layers), scale_facts(specs, layers)]
+    layer._k_scale, layer._k_scale_float = torch.tensor(0.1), torch.tensor(0.1).item()
+    layer._v_scale = torch.tensor([0.5, 2.0])
+    result.append(scale_facts(specs, layers)["scales"][1][1:])
+    for bad in (float("nan"), float("inf"), 0.0, -1.0):
+        layer._k_scale, layer._k_scale_float = torch.tensor(bad), bad
+        result.append(scale_facts(specs, layers))
+    # Kernels that read the one and kernels that read the other would disagree.
+    layer._k_scale, layer._k_scale_float = torch.tensor(1.0), 2.0
+    result.append(scale_facts(specs, layers))
+    result.append(scale_facts({first: plain[first], second: specs[second]}, {second: object()}))
+finally:
+    layer._k_scale, layer._k_scale_float, layer._v_scale = kept
+result.append([first, second])
+""",
+    )
+    plain, quantised, changed, *unknown, without, (_, second) = found
+    assert plain == {"quantised_cache": False}
+    assert [scales[1:] for scales in quantised["scales"]] == [[[1.0], [1.0]]] * 3
+    assert quantised["scales"][1][0] == second
+    # 0.1 as the float32 that it is, not as it was written.
+    assert changed == [[0.10000000149011612], [0.5, 2.0]]
+    assert unknown == [{"quantised_cache": True, "scales": None}] * 5
+    assert without == {"quantised_cache": True, "scales": []}

@@ -144,7 +144,13 @@ def test_tagged_peers_are_not_judged_by_the_digest(digests: Digests) -> None:
     [
         ("release", {"release": "0.32.0"}),
         ("connector", {"connector": "2"}),
-        ("model", {"model": "other/model"}),
+        ("model", {"model": "other/model", "model_weights": None}),
+        ("model-weights", {"model_weights": "weights 2"}),
+        ("model-config", {"model_config": {"hidden_size": "2048"}}),
+        ("quantization", {"quantization": "fp8"}),
+        ("speculative", {"speculative": "eagle"}),
+        ("pp-size", {"pp_size": 2}),
+        ("hybrid-manager", {"num_kv_groups": 2, "hybrid_manager": True}),
         ("model-dtype", {"model_dtype": "float16"}),
         ("cache-dtype", {"cache_dtype": "fp8"}),
         ("total-kv-heads", {"total_kv_heads": 8}),
@@ -169,9 +175,31 @@ def test_tagged_peers_are_judged_by_named_factors(
 
 def test_what_is_no_factor() -> None:
     """Backends have names and builds have suffixes; neither moves a byte."""
-    other = peer(engine(backend="TRITON_ATTN", release="0.33.0+rocm721"))
+    other = peer(
+        engine(
+            backend="TRITON_ATTN",
+            release="0.33.0+rocm721",
+            model="/elsewhere",
+            cache_dtype_setting="auto",
+            hybrid_manager=True,
+        )
+    )
     for digests in (SAME, OTHER):
         assert judge(STANDARD, other, digests, Policy()).verdict.kind == "identical"
+
+
+def test_other_weights_are_accepted_where_the_operator_says_so() -> None:
+    quantised = peer(engine(model="fp8", model_weights="weights 2", quantization="fp8"))
+    allowed = Policy(convert=True, allow_other_weights=True)
+    for local in (STANDARD, SHUFFLED):
+        with pytest.raises(RefusedError):
+            judge(local, quantised, SAME, CONVERT)
+        verdict = judge(local, quantised, SAME, allowed).verdict
+        assert [warning.code for warning in verdict.warnings] == ["quantization", "model-weights"]
+    other_shape = peer(engine(model_weights="weights 2", model_config={"hidden_size": "2048"}))
+    with pytest.raises(RefusedError) as caught:
+        judge(STANDARD, other_shape, SAME, allowed)
+    assert [reason.code for reason in caught.value.verdict.reasons] == ["model-config"]
 
 
 def test_untagged_peers_are_judged_by_the_exact_digest() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nixl")
 
-from kvpd import KvpdError, negotiate
+from kvpd import EngineDescription, EngineFacts, KvpdError, RefusedError, negotiate
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.judgement import Judgement, Local
 from kvpd.vllm.link import Link
@@ -50,6 +52,30 @@ def equal_peer(bench: Bench, *, is_whole: bool) -> Judgement:
     ours = bench.cache.description
     theirs = type(bench.handshake)("twin", ours)
     return Judgement(negotiate(ours, ours), theirs, is_whole)
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_the_receiver_takes_other_weights_where_the_link_does(
+    make: Maker, is_allowed: bool
+) -> None:
+    """Both judge; a pair that is accepted by one alone would never be read."""
+    bench, counted = make("in_place"), Counted()
+    theirs = bench.handshake.description
+    names = inspect.signature(EngineFacts).parameters
+    facts = {name: getattr(theirs.facts, name) for name in names} | {"model_weights": "other"}
+    other = EngineDescription(EngineFacts(**facts), theirs.regions)
+    handshake = replace(bench.handshake, description=other)
+    link = link_of(bench, counted, page_format_conversion=True, allow_other_weights=is_allowed)
+    verdict = negotiate(bench.cache.description, other, convert=True, allow_other_weights=True)
+    judgement = Judgement(verdict, handshake, is_whole=True)
+    if is_allowed:
+        assert link.connect(judgement, handshake.nixl_metadata) is not None
+        assert counted.refusals == []
+    else:
+        with pytest.raises(RefusedError):
+            link.connect(judgement, handshake.nixl_metadata)
+        assert counted.refusals == ["model-weights"]
+    link.close()
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

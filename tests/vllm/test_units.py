@@ -177,6 +177,7 @@ def test_keys_have_defaults_and_exact_types() -> None:
         ("slab_bytes", -1),
         ("slab_bytes", "1GiB"),
         ("direct_transfer", 1),
+        ("allow_other_weights", "yes"),
         ("link", "fast"),
         ("link", {"bytes_per_second": True}),
     ):
@@ -193,6 +194,7 @@ def test_a_misspelt_key_is_refused_and_one_of_vllms_is_not() -> None:
         ("slab_byte", "slab_bytes"),
         ("page_format_conversions", "page_format_conversion"),
         ("direct_transfers", "direct_transfer"),
+        ("allow_other_weight", "allow_other_weights"),
     ):
         with pytest.raises(KvpdError) as caught:
             ConnectorConfig.of({key: True})

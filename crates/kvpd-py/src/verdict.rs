@@ -36,6 +36,11 @@ impl Reason {
     }
 
     #[getter]
+    fn is_shared(&self) -> bool {
+        self.0.is_shared
+    }
+
+    #[getter]
     fn remedy(&self) -> &'static str {
         self.0.code.remedy()
     }
@@ -104,8 +109,10 @@ pub(crate) enum Side {
 
 #[pyfunction]
 #[pyo3(
-    signature = (local, remote, *, convert = false, require_tagged = false, converters = Vec::new()),
-    text_signature = "(local, remote, *, convert=False, require_tagged=False, converters=())"
+    signature = (local, remote, *, convert = false, require_tagged = false,
+        allow_other_weights = false, converters = Vec::new()),
+    text_signature = "(local, remote, *, convert=False, require_tagged=False, \
+        allow_other_weights=False, converters=())"
 )]
 pub(crate) fn negotiate(
     py: Python<'_>,
@@ -113,10 +120,11 @@ pub(crate) fn negotiate(
     remote: Option<Side>,
     convert: bool,
     require_tagged: bool,
+    allow_other_weights: bool,
     converters: Vec<(PageFormat, PageFormat)>,
 ) -> PyResult<Verdict> {
     let converters: Vec<_> = converters.into_iter().map(|(from, to)| (from.0, to.0)).collect();
-    let policy = Policy { convert, require_tagged, converters: &converters };
+    let policy = Policy { convert, require_tagged, allow_other_weights, converters: &converters };
     match (local, remote) {
         (Side::Engine(local), remote) => {
             let local = &local.get().0;

@@ -1,106 +1,12 @@
-//! What one rank of an engine publishes: facts that explain a refusal, and its regions.
+//! What one rank of an engine publishes: its facts, and its regions.
 
 use std::collections::HashMap;
 
 use crate::error::DescriptionError;
+use crate::facts::EngineFacts;
 use crate::format::PageFormat;
 use crate::region::Region;
-use crate::units::{MAX_NAME_BYTES, MAX_REGIONS};
-
-/// Printable, not empty, and short enough to keep.
-pub(crate) fn is_plain_name(text: &str) -> bool {
-    !text.is_empty() && text.len() <= MAX_NAME_BYTES && !text.chars().any(char::is_control)
-}
-
-/// Facts that must agree, or that a mismatch is explained with. None is optional: an unknown is
-/// never equal to an unknown.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct EngineFacts {
-    /// Model name.
-    pub model: String,
-    /// The model's dtype.
-    pub model_dtype: String,
-    /// The cache's dtype setting ("auto", "fp8", ...).
-    pub cache_dtype: String,
-    /// KV heads of the whole model.
-    pub total_kv_heads: u32,
-    /// Channels of a head.
-    pub head_dim: u32,
-    /// Tokens of a block.
-    pub block_size: u32,
-    /// Name of the cache's layout.
-    pub layout: String,
-    /// Name of the attention backend; never compared.
-    pub backend: String,
-    /// Release of the engine; what follows a '+' (a build) is not compared.
-    pub release: String,
-    /// Name and version of the connector.
-    pub connector: String,
-    /// Tensor-parallel ranks.
-    pub tp_size: u32,
-    /// This rank.
-    pub tp_rank: u32,
-    /// Groups of layers that have block tables of their own; more than one in a hybrid model.
-    pub num_kv_groups: u32,
-    /// Whether the model's attention keeps a latent instead of K and V.
-    pub uses_mla: bool,
-}
-
-impl EngineFacts {
-    /// Checks that texts are plain and numbers in range.
-    ///
-    /// # Errors
-    /// The first fact that is not.
-    pub fn check(self) -> Result<Self, DescriptionError> {
-        let texts = [
-            ("model", &self.model),
-            ("model_dtype", &self.model_dtype),
-            ("cache_dtype", &self.cache_dtype),
-            ("layout", &self.layout),
-            ("backend", &self.backend),
-            ("release", &self.release),
-            ("connector", &self.connector),
-        ];
-        for (field, text) in texts {
-            if !is_plain_name(text) {
-                return Err(DescriptionError::Text { field });
-            }
-        }
-        let counts = [
-            ("total_kv_heads", self.total_kv_heads),
-            ("head_dim", self.head_dim),
-            ("block_size", self.block_size),
-            ("tp_size", self.tp_size),
-            ("num_kv_groups", self.num_kv_groups),
-        ];
-        let max = 1 << 16;
-        for (field, got) in counts {
-            if got == 0 || got > max {
-                return Err(DescriptionError::OutOfRange {
-                    field,
-                    got: got.into(),
-                    max: max.into(),
-                });
-            }
-        }
-        if self.tp_rank >= self.tp_size {
-            let (got, max) = (self.tp_rank.into(), self.tp_size.saturating_sub(1).into());
-            return Err(DescriptionError::OutOfRange { field: "tp_rank", got, max });
-        }
-        Ok(self)
-    }
-
-    /// The release without the build's local suffix.
-    pub fn public_release(&self) -> &str {
-        self.release.split('+').next().unwrap_or(&self.release)
-    }
-
-    /// Whether every rank has the same number of KV heads, or every head the same number of ranks.
-    pub fn heads_divide(&self) -> bool {
-        let (heads, ranks) = (self.total_kv_heads, self.tp_size);
-        heads.is_multiple_of(ranks) || ranks.is_multiple_of(heads)
-    }
-}
+use crate::units::MAX_REGIONS;
 
 /// A byte range of a page and where a region's blocks hold it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 //! and which descriptors move the bytes.
 //!
 //! The data flow is the module order: [`format`] (the interior of a page) and [`layout`] (the order of
-//! a cache in memory) make [`region`]s; two formats make a [`permutation`]; regions and facts make an
+//! a cache in memory) make [`region`]s; two formats make a [`permutation`]; regions and [`facts`] make an
 //! [`engine`] description; two descriptions make a [`verdict`]; block ids make [`runs`]; runs and
 //! regions make a [`plan`]; a [`planner`] chooses among plans by what the [`link`] costs; the blocks of
 //! what is under way are [`claims`].
@@ -16,6 +16,7 @@ pub mod component;
 pub mod element;
 pub mod engine;
 pub mod error;
+pub mod facts;
 pub mod family;
 pub mod format;
 pub mod layout;
@@ -35,8 +36,9 @@ pub mod verdict;
 pub use claims::Claims;
 pub use component::{Component, Tiling};
 pub use element::ElementType;
-pub use engine::{EngineDescription, EngineFacts};
+pub use engine::EngineDescription;
 pub use error::{DescriptionError, Explain, FormatError, PlanError, RegionError};
+pub use facts::{EngineFacts, LayerScales, Scale};
 pub use family::{Interior, ShuffledV};
 pub use format::{PageFormat, PlaneSpan};
 pub use layout::Layout;

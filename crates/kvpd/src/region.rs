@@ -4,8 +4,8 @@
 //! region per head; a shuffled cache in LHBNC is a K region and a V region, in LBHNC one region that
 //! holds the K plane and then the V plane.
 
-use crate::engine::is_plain_name;
 use crate::error::RegionError;
+use crate::facts::is_plain_name;
 use crate::family::Interior;
 use crate::format::{PageFormat, PlaneSpan};
 use crate::layout::{Extents, Layout};

@@ -83,3 +83,9 @@ pub const MAX_REGIONS: usize = 1 << 12;
 pub const MAX_LAYERS_PER_REGION: usize = 1 << 10;
 /// Bytes of a name: layer, model, backend, family.
 pub const MAX_NAME_BYTES: usize = 512;
+/// Fields of a model's configuration that one engine names.
+pub const MAX_MODEL_FIELDS: usize = 256;
+/// Bytes of one such field as text.
+pub const MAX_MODEL_FIELD_BYTES: usize = 1 << 12;
+/// Scales of a quantised cache, of all layers together.
+pub const MAX_SCALES: usize = 1 << 16;

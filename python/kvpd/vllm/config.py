@@ -21,6 +21,9 @@ class ConnectorConfig:
     Attributes:
         page_format_conversion: on a decoder, accept peers whose page format is another one and
             convert their pages, where the pair is in scope. Off: such peers are refused.
+        allow_other_weights: on the reading side, accept peers that loaded other weights, or the
+            same ones quantised otherwise. What decides the shape of K and V, and rope, is compared
+            all the same; so are the element type of the cache and its scales.
         link: what transfers cost here, where the defaults of `kvpd.LinkModel` are wrong; names and
             units are its own. Between two GPUs ``kvpd bench transfer`` prints it.
         direct_transfer: on a prefill, offer the cache's memory to processes of this user on this
@@ -37,6 +40,7 @@ class ConnectorConfig:
     require_tagged_peers: bool = False
     slab_bytes: int = 0
     direct_transfer: bool = False
+    allow_other_weights: bool = False
     link: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -67,6 +71,7 @@ class ConnectorConfig:
             require_tagged_peers=_flag(extra, "require_tagged_peers"),
             slab_bytes=slab_bytes,
             direct_transfer=_flag(extra, "direct_transfer"),
+            allow_other_weights=_flag(extra, "allow_other_weights"),
             link=_rates(extra),
         )
 

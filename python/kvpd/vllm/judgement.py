@@ -50,11 +50,13 @@ class Policy:
     Attributes:
         convert: accept peers of another page format, where the pair is in scope.
         require_tagged: refuse peers that publish no page format.
+        allow_other_weights: accept peers whose weights differ or are quantised otherwise.
         converters: pairs (remote, local) that a backend converts itself.
     """
 
     convert: bool = False
     require_tagged: bool = False
+    allow_other_weights: bool = False
     converters: Sequence[tuple[PageFormat, PageFormat]] = ()
 
 
@@ -113,6 +115,7 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
         None if handshake is None else handshake.description,
         convert=policy.convert,
         require_tagged=policy.require_tagged,
+        allow_other_weights=policy.allow_other_weights,
         converters=policy.converters,
     )
     if verdict.kind == "refuse":
@@ -135,11 +138,13 @@ def judge(local: Local, peer: PeerMetadata, digests: Digests, policy: Policy) ->
 
 def _blocks_error(kernel_blocks: tuple[int, int], remedy: str, expected: str) -> KvpdError:
     here, there = kernel_blocks
+    # Equal numbers are said once: what is wrong then is the number itself.
+    got = f"{here} on both sides" if here == there else f"{here} here, {there} there"
     return KvpdError(
-        f"a block is {here} of the attention kernels' here and {there} there; {remedy}",
+        f"a block is so many of the attention kernels': {got}; {remedy}",
         code="blocks-not-whole",
         field="physical_blocks_per_logical_kv_block",
-        got=f"{here} here, {there} there",
+        got=got,
         expected=expected,
     )
 

@@ -89,6 +89,7 @@ class Link:
                 max_pages=max_request_pages,
                 link=config.link_model(description.regions[0].memory),
                 require_tagged=config.require_tagged_peers,
+                allow_other_weights=config.allow_other_weights,
                 clock=clock,
             )
 
@@ -102,6 +103,7 @@ class Link:
         policy = Policy(
             convert=self._config.page_format_conversion,
             require_tagged=self._config.require_tagged_peers,
+            allow_other_weights=self._config.allow_other_weights,
             converters=registered_pairs(),
         )
         with self.refusing(engine_id):

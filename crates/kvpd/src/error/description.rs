@@ -2,6 +2,7 @@
 
 use super::{Detail, Explain, detail};
 use crate::units::{MAX_NAME_BYTES, MAX_REGIONS};
+
 /// Facts and regions that do not make one engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DescriptionError {
@@ -18,6 +19,20 @@ pub enum DescriptionError {
         got: u64,
         /// The largest accepted.
         max: u64,
+    },
+    /// Scales of a cache that is said not to be quantised.
+    ScalesOfPlainCache,
+    /// A scale that no value can be multiplied by.
+    ScaleValue {
+        /// The layer.
+        layer: String,
+        /// The scale.
+        got: String,
+    },
+    /// A layer without a scale of K or of V, or listed twice.
+    LayerScales {
+        /// The layer.
+        layer: String,
     },
     /// No region, or too many.
     RegionCount {
@@ -64,6 +79,24 @@ impl Explain for DescriptionError {
                 field,
                 got,
                 format_args!("at most {max}, and a count at least 1"),
+            ),
+            Self::ScalesOfPlainCache => detail(
+                "scales-of-plain-cache",
+                "scales",
+                "scales of a cache that is not quantised",
+                "none",
+            ),
+            Self::ScaleValue { layer, got } => detail(
+                "scale-value",
+                format_args!("scales of layer {layer}"),
+                got,
+                "a finite number above 0",
+            ),
+            Self::LayerScales { layer } => detail(
+                "layer-scales",
+                format_args!("scales of layer {layer}"),
+                "none of K or of V, or the layer twice",
+                "each layer once, with scales of K and of V",
             ),
             Self::RegionCount { got } => {
                 detail("region-count", "regions", got, format_args!("1 to {MAX_REGIONS}"))

@@ -31,8 +31,14 @@ pub(crate) fn cache(format: &PageFormat, layout: Layout, layers: u32) -> Vec<Reg
 pub(crate) fn facts() -> EngineFacts {
     EngineFacts {
         model: "qwen3-8b".into(),
+        model_config: Some([("hidden_size".into(), "4096".into())].into()),
+        model_weights: Some("weights 1".into()),
+        quantization: "none".into(),
         model_dtype: "bfloat16".into(),
-        cache_dtype: "auto".into(),
+        cache_dtype: "bfloat16".into(),
+        cache_dtype_setting: "auto".into(),
+        quantised_cache: false,
+        scales: None,
         total_kv_heads: 8,
         head_dim: 128,
         block_size: 16,
@@ -40,8 +46,11 @@ pub(crate) fn facts() -> EngineFacts {
         backend: "FLASH_ATTN".into(),
         release: "0.33.0+cu129".into(),
         connector: "kvpd 1".into(),
+        speculative: "none".into(),
+        hybrid_manager: false,
         tp_size: 1,
         tp_rank: 0,
+        pp_size: 1,
         num_kv_groups: 1,
         uses_mla: false,
     }

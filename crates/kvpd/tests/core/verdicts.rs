@@ -6,8 +6,9 @@ use kvpd::{
     Policy, Region, ShuffledV, Verdict, negotiate, negotiate_formats,
 };
 
-const CONVERT: Policy<'_> = Policy { convert: true, require_tagged: false, converters: &[] };
-const PLAIN: Policy<'_> = Policy { convert: false, require_tagged: false, converters: &[] };
+const PLAIN: Policy<'_> =
+    Policy { convert: false, require_tagged: false, allow_other_weights: false, converters: &[] };
+const CONVERT: Policy<'_> = Policy { convert: true, ..PLAIN };
 
 fn codes(verdict: &Verdict) -> Vec<Code> {
     verdict.reasons.iter().map(|reason| reason.code).collect()
@@ -102,7 +103,11 @@ fn holdings_outside_the_first_scope_are_named() {
     let verdict = negotiate(&joint, Some(&prefill()), CONVERT);
     let reason = only(&verdict);
     assert_eq!(reason.0, Code::LocalHoldingOutOfScope);
-    assert_eq!(reason.1, "1 region a layer (plane 0 +0 32768 B then plane 1 +0 32768 B)");
+    assert_eq!(
+        reason.1,
+        "1 region a layer (plane 0 +0 32768 B then plane 1 +0 32768 B) of \
+         aiter-shuffle(H=8, N=16, D=128, bfloat16, v=tiled)"
+    );
     let per_head = engine(&standard(8, 16, 128), Layout::Lhbnc, 3);
     let verdict = negotiate(&decode(), Some(&per_head), CONVERT);
     assert_eq!(only(&verdict).0, Code::RemoteHoldingOutOfScope);
@@ -164,10 +169,30 @@ fn untagged_regions_are_refused_even_against_each_other() {
 #[test]
 fn a_single_differing_fact_is_named_with_both_values() {
     type Change = fn(&mut EngineFacts);
-    let changes: [(Change, Code, &str, &str); 10] = [
-        (|f| f.model = "llama-3".into(), Code::Model, "qwen3-8b", "llama-3"),
+    let changes: [(Change, Code, &str, &str); 15] = [
+        (
+            |f| f.model_weights = Some("weights 2".into()),
+            Code::ModelWeights,
+            "weights 1 of qwen3-8b",
+            "weights 2 of qwen3-8b",
+        ),
+        (
+            |f| f.model_config = Some([("hidden_size".into(), "2048".into())].into()),
+            Code::ModelConfig,
+            "hidden_size=4096",
+            "hidden_size=2048",
+        ),
+        (|f| f.quantization = "fp8".into(), Code::Quantization, "none", "fp8"),
+        (|f| f.speculative = "eagle".into(), Code::Speculative, "none", "eagle"),
+        (|f| f.pp_size = 2, Code::PpSize, "1", "2"),
+        (
+            |f| (f.model, f.model_weights) = ("llama-3".into(), None),
+            Code::Model,
+            "qwen3-8b",
+            "llama-3",
+        ),
         (|f| f.model_dtype = "float16".into(), Code::ModelDtype, "bfloat16", "float16"),
-        (|f| f.cache_dtype = "fp8".into(), Code::CacheDtype, "auto", "fp8"),
+        (|f| f.cache_dtype = "fp8".into(), Code::CacheDtype, "bfloat16", "fp8"),
         (|f| f.release = "0.32.0".into(), Code::Release, "0.33.0+cu129", "0.32.0"),
         (|f| f.connector = "kvpd 2".into(), Code::Connector, "kvpd 1", "kvpd 2"),
         (|f| f.total_kv_heads = 16, Code::TotalKvHeads, "8", "16"),
@@ -190,6 +215,9 @@ fn facts_that_may_differ_do_not_refuse() {
         facts.backend = "TRITON_ATTN".into();
         facts.layout = "HND".into();
         facts.release = "0.33.0+rocm700".into();
+        facts.model = "/models/qwen3-8b".into();
+        facts.cache_dtype_setting = "bfloat16".into();
+        facts.hybrid_manager = true;
     });
     assert_eq!(negotiate(&prefill(), Some(&other), PLAIN).outcome, Outcome::Identical);
 }
@@ -213,13 +241,18 @@ fn every_reason_is_listed_and_the_element_type_comes_first() {
     let fp8 = shape(4, 32, 128, ElementType::Float8E4M3Fn);
     let fp8 = PageFormat::aiter_shuffle(fp8, ShuffledV::Tiled).unwrap();
     let mut other = facts();
-    other.model = "llama-3".into();
+    other.model_weights = Some("weights 2".into());
     other.cache_dtype = "fp8".into();
     other.block_size = 32;
     let local = EngineDescription::new(other, cache(&fp8, Layout::Lhbnc, 3)).unwrap();
     let verdict = negotiate(&local, Some(&prefill()), PLAIN);
-    let expected =
-        [Code::ElementType, Code::Model, Code::BlockSize, Code::Heads, Code::ConversionDisabled];
+    let expected = [
+        Code::ElementType,
+        Code::ModelWeights,
+        Code::BlockSize,
+        Code::Heads,
+        Code::ConversionDisabled,
+    ];
     assert_eq!(codes(&verdict), expected, "{verdict}");
     let reason = &verdict.reasons[0];
     assert_eq!((&*reason.local, &*reason.remote), ("float8_e4m3fn", "bfloat16"));
@@ -306,7 +339,7 @@ fn a_backends_own_converter_brings_its_pair_into_scope() {
     let own = standard(8, 16, 64);
     let local = engine(&own, Layout::Lbhnc, 3);
     let converters = [(standard(8, 16, 128), own.clone())];
-    let with = |convert| Policy { convert, require_tagged: false, converters: &converters };
+    let with = |convert| Policy { convert, converters: &converters, ..PLAIN };
     let mut remote_facts = facts();
     remote_facts.head_dim = local.facts().head_dim;
     let remote = EngineDescription::new(remote_facts, prefill().regions().to_vec()).unwrap();

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="direct_transfer is true, on the prefill's host",
     )
+    decoder.add_argument(
+        "--allow-other-weights", action="store_true", help="allow_other_weights is true"
+    )
     link = parser.add_argument_group(
         "link", "defaults: two H200 over NVLink; two processes of a host"
     )
@@ -104,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         require_tagged_peers=args.require_tagged_peers,
         enforce_handshake_compat=not args.no_enforce_handshake_compat,
         direct_transfer=args.direct_transfer,
+        allow_other_weights=args.allow_other_weights,
     )
     outcome = outcome_of(prefill, decode, assumed)
     cost: Cost | None = None

@@ -46,6 +46,7 @@ class Finding(msgspec.Struct, frozen=True):
         field: what differs or is unknown.
         decode, prefill: both values.
         remedy: what to change, or what to make of it.
+        is_shared: both sides have one value, and that is what is wrong.
     """
 
     code: str
@@ -53,6 +54,7 @@ class Finding(msgspec.Struct, frozen=True):
     decode: str
     prefill: str
     remedy: str
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Assumed:
     """What the decoder's operator configured; no engine publishes it.
 
     Attributes:
-        page_format_conversion, require_tagged_peers, direct_transfer: kvpd's keys.
+        page_format_conversion, require_tagged_peers, direct_transfer, allow_other_weights: kvpd's
+            keys.
         enforce_handshake_compat: stock's.
     """
 
@@ -68,6 +71,7 @@ class Assumed:
     require_tagged_peers: bool = False
     enforce_handshake_compat: bool = True
     direct_transfer: bool = False
+    allow_other_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,8 @@ class Outcome:
         decided_by: whose code the decoder runs.
         reasons: why the decoder refuses the prefill; empty if it does not.
         doubts: what neither handshake says and the decoder's answer depends on.
-        unproved: the decoder accepts, and whether tokens are right depends on pages that somebody
-            does not describe.
+        unproved: the decoder accepts, and whether tokens are right depends on pages or weights that
+            somebody does not describe, or that differ with the operator's leave.
         warnings: what makes an accepted pair slow.
         verdict: of the page formats; None where a stock decoder decides, or it is refused.
         is_direct: the prefill offers its memory, and the decoder takes such offers.
@@ -168,7 +172,11 @@ def _judge(prefill: Engine, decode: Engine, local: Handshake, assumed: Assumed) 
         Digests(
             decode.published.digest, prefill.published.digest, assumed.enforce_handshake_compat
         ),
-        Policy(assumed.page_format_conversion, assumed.require_tagged_peers),
+        Policy(
+            assumed.page_format_conversion,
+            assumed.require_tagged_peers,
+            assumed.allow_other_weights,
+        ),
     )
 
 
@@ -251,7 +259,8 @@ def _reasons(error: KvpdError) -> list[Finding]:
 
 
 def _of_reason(reason: Reason) -> Finding:
-    return Finding(reason.code, reason.field, reason.local, reason.remote, reason.remedy)
+    values = reason.local, reason.remote
+    return Finding(reason.code, reason.field, *values, reason.remedy, reason.is_shared)
 
 
 def _of_veto(veto: Veto) -> Finding:

@@ -44,7 +44,7 @@ def _headline(result: CheckResult) -> str:
     if result.status == "refused":
         return f"refused: the {whose} refuses this prefill"
     if result.handshake == "accepted" and result.status == "unknown":
-        return f"could not tell: the {whose} accepts this prefill, but not all pages are described"
+        return f"could not tell: the {whose} accepts this prefill, but not all of it is proved"
     if result.status == "unknown":
         return "could not tell"
     converts = result.verdict == "convert"
@@ -70,13 +70,17 @@ def _assumed(result: CheckResult) -> list[str]:
         f"require_tagged_peers {'on' if assumed.require_tagged_peers else 'off'}",
         f"enforce_handshake_compat {'on' if assumed.enforce_handshake_compat else 'off'}",
         f"direct_transfer {'on' if assumed.direct_transfer else 'off'}",
+        f"allow_other_weights {'on' if assumed.allow_other_weights else 'off'}",
     ]
 
 
 def _show_findings(findings: list[Finding], page: Page) -> None:
     for finding in findings:
         page.line(f"  {finding.code}: {finding.field}")
-        page.pairs([("  decode", finding.decode), ("  prefill", finding.prefill)])
+        if finding.is_shared:
+            page.pairs([("  both", finding.decode)])
+        else:
+            page.pairs([("  decode", finding.decode), ("  prefill", finding.prefill)])
         page.line(f"    {finding.remedy}")
 
 

@@ -39,7 +39,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind, schema_version: what this is.
         status: whether the pair works; the exit status is 0, 1 or 2.
-        handshake: what the decoder will answer. Accepted, and status unknown: pages are unproved.
+        handshake: what the decoder will answer. Accepted and status unknown: some is unproved.
         decided_by: whose connector the decoder runs.
         prefill, decode: the pair.
         assumed: configuration of the decoder that it does not publish.

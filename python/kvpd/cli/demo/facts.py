@@ -10,6 +10,9 @@ def engine_facts(scenario: Scenario, layout: str, backend: str) -> EngineFacts:
     """Facts of one side; the scenario's model is the same on both."""
     return EngineFacts(
         model="kvpd-demo",
+        # There is no model: nothing about one is unknown.
+        model_config={},
+        model_weights="none",
         model_dtype="bfloat16",
         cache_dtype=scenario.dtype,
         total_kv_heads=scenario.heads,

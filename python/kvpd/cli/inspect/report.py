@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import msgspec
 
+from kvpd._kvpd import EngineFacts
 from kvpd.cli.console import Page, counted, readable_bytes
 from kvpd.cli.inspect.fits import Fit
 from kvpd.cli.inspect.inspection import Inspection
@@ -107,10 +109,17 @@ def _facts(inspection: Inspection) -> list[tuple[str, str]]:
         rows += [
             ("vLLM", facts.release),
             ("connector", facts.connector),
-            ("model", f"{facts.model}, {facts.model_dtype}"),
-            ("cache", f"{facts.total_kv_heads} KV heads of {facts.head_dim}, {facts.cache_dtype}"),
-            ("parallel", f"TP rank {facts.tp_rank} of {facts.tp_size}"),
-            ("KV groups", f"{facts.num_kv_groups}{', MLA' if facts.uses_mla else ''}"),
+            ("model", f"{facts.model}, {facts.model_dtype}, quantization {facts.quantization}"),
+            ("weights", _known(facts.model_weights)),
+            ("configuration", _configuration(facts.model_config)),
+            ("cache", _cache(facts)),
+            ("speculative", facts.speculative),
+            ("parallel", f"TP rank {facts.tp_rank} of {facts.tp_size}, PP {facts.pp_size}"),
+            (
+                "KV groups",
+                f"{facts.num_kv_groups}{', MLA' if facts.uses_mla else ''}, hybrid manager "
+                f"{'on' if facts.hybrid_manager else 'off'}",
+            ),
         ]
     blocks_per_block = metadata.physical_blocks_per_logical_kv_block
     per_block = "" if blocks_per_block == 1 else f", {blocks_per_block} kernel blocks per block"
@@ -127,6 +136,29 @@ def _facts(inspection: Inspection) -> list[tuple[str, str]]:
     if (metadata.dcp_size, metadata.pcp_size) != (1, 1):
         rows.append(("context parallel", f"DCP {metadata.dcp_size}, PCP {metadata.pcp_size}"))
     return rows
+
+
+def _known(digest: str | None) -> str:
+    return "unknown; the engine's log says why" if digest is None else digest
+
+
+def _configuration(fields: dict[str, str] | None) -> str:
+    """A digest for people to compare by eye; the fields are in the JSON."""
+    if fields is None:
+        return _known(None)
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    return f"{counted(len(fields), 'field')}, {digest}"
+
+
+def _cache(facts: EngineFacts) -> str:
+    text = f"{facts.total_kv_heads} KV heads of {facts.head_dim}, {facts.cache_dtype}"
+    if facts.cache_dtype_setting != facts.cache_dtype:
+        text += f" (set as {facts.cache_dtype_setting})"
+    if not facts.quantised_cache:
+        return text
+    if facts.scales is None:
+        return f"{text}, scales unknown"
+    return f"{text}, scales of {counted(len(facts.scales), 'layer')}"
 
 
 def _layers(names: tuple[str, ...]) -> str:

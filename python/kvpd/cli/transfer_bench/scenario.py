@@ -70,6 +70,9 @@ class Scenario:
         """What a side says about itself."""
         return EngineFacts(
             model="kvpd-bench",
+            # There is no model: nothing about one is unknown.
+            model_config={},
+            model_weights="none",
             model_dtype=DTYPE,
             cache_dtype=DTYPE,
             total_kv_heads=self.heads,

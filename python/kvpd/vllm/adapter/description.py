@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, cast
 
 import torch
 from vllm import __version__ as vllm_version
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    NIXL_CONNECTOR_VERSION,
-    _get_speculative_compatibility_factors,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
 from kvpd._kvpd import EngineDescription, EngineFacts, Region
+from kvpd.vllm.adapter.model_facts import cache_element, model_facts, scale_facts
 from kvpd.vllm.formats import (
     AITER_FA,
     AITER_UNIFIED,
@@ -119,21 +116,22 @@ def describe(worker: Any, kv_caches: dict[str, torch.Tensor]) -> EngineDescripti
                 memory="dram" if is_host else "vram",
                 device=0 if is_host else worker.device_id,
             )
-    hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
     facts = EngineFacts(
-        model=model.model,
-        model_dtype=str(model.dtype).removeprefix(_TORCH_NAME),
-        cache_dtype=str(config.cache_config.cache_dtype),
+        **model_facts(config),
+        **scale_facts(worker._layer_specs, layers),
+        cache_dtype=cache_element(config),
+        cache_dtype_setting=str(config.cache_config.cache_dtype),
         total_kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         block_size=worker.block_size,
         layout=worker.kv_cache_layout,
         backend=worker.backend_name,
         release=vllm_version,
-        connector=f"nixl {NIXL_CONNECTOR_VERSION} {worker._TRANSFER_MODE}, "
-        f"hybrid manager {'on' if hybrid else 'off'}, speculative {_speculative(config)}",
+        connector=f"nixl {NIXL_CONNECTOR_VERSION} {worker._TRANSFER_MODE}",
+        hybrid_manager=not config.scheduler_config.disable_hybrid_kv_cache_manager,
         tp_size=worker.world_size,
         tp_rank=worker.tp_rank,
+        pp_size=worker.pp_size,
         num_kv_groups=len(worker.kv_cache_config.transfer_groups),
         uses_mla=worker.use_mla,
     )
@@ -210,15 +208,6 @@ def _hardware_factors(worker: Any, spec: Any) -> tuple[str, ...]:
         return ()
     capability = current_platform.get_device_capability()
     return (current_platform.device_name, str(current_platform.fp8_dtype()), str(capability))
-
-
-def _speculative(config: Any) -> str:
-    """Stock's factors of a draft model, short enough to be published whatever it is called."""
-    factors = _get_speculative_compatibility_factors(config)
-    if factors is None:
-        return "none"
-    digest = hashlib.sha256(repr(sorted(factors.items())).encode()).hexdigest()
-    return f"{factors['method']} {str(factors['model'])[-64:]} {digest[:16]}"
 
 
 def _is_shuffled(backend: Any) -> bool:
