@@ -18,6 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from kvpd.errors import RequestError, TransferError
+from kvpd.vllm.adapter.releases import Notifiers, ReceivedNotices, Releases
+from kvpd.vllm.asker import Asker, Inquiry
+from kvpd.vllm.held import MAX_STARTS, WHAT, Question, agent_digest, content_digest
 from kvpd.vllm.pairing import Group, Wanted, check_ids, pair
 from kvpd.vllm.published import Published, decode_payload
 from kvpd.vllm.reference import Reference, Refusal
@@ -33,9 +36,16 @@ _ASK_SECONDS = 5.0
 class ProvingWorker(NixlPullConnectorWorker):
     """Stock's worker behind that door. Subclasses say what else a request holds (`_let_go`)."""
 
+    nixl_wrapper: Any
     xfer_stats: Any
 
-    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        engine_id: str,
+        kv_cache_config: Any,
+        held_timeout_seconds: float,
+    ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         # Engines that publish a tag, so that their requests bring a proof.
         self._tagged: set[str] = set()
@@ -43,6 +53,15 @@ class ProvingWorker(NixlPullConnectorWorker):
         self._shaking: dict[str, tuple[str, int, int]] = {}
         # Requests for which an idle moment of their peer is waited for.
         self._held: list[tuple[str, Any]] = []
+        # By engine and rank: where its handshake was asked for, and the start id that it brought.
+        self._owners: dict[str, dict[int, tuple[Address, bytes]]] = {}
+        self._asker = Asker(held_timeout_seconds)
+        # Of each request that is read: what its owner is asked in the end.
+        self._inquiries: dict[str, Inquiry] = {}
+        self._agent = agent_digest(self.nixl_wrapper.name)
+        # New whenever the cache is registered.
+        self._start = b""
+        self._notifiers = Notifiers()
 
     def start_load_kv(self, metadata: Any) -> None:
         """As stock, one request after the other."""
@@ -71,6 +90,7 @@ class ProvingWorker(NixlPullConnectorWorker):
                 self._held.append((req_id, meta))
             else:
                 self._prove(meta)
+                self._prepare_inquiry(req_id, meta)
                 super()._read_blocks_for_req(req_id, meta)
 
     def _prove(self, meta: Any) -> None:
@@ -86,10 +106,11 @@ class ProvingWorker(NixlPullConnectorWorker):
             raise _wrong_tp_size(reference.tp_size, info.remote_tp_size)
         check_ids(reference.block_ids, self._num_remote_blocks(engine_id))
         meta.remote.block_ids = [list(ids) for ids in reference.block_ids]
-        if wanted is None or not wanted.first_blocks or self._is_mapped_by_region(engine_id):
-            # Nothing is read; or a state is, or latents in other groups, which stock pairs.
+        if wanted is None:
+            # Nothing is read.
             return
-        if engine_id in self._tagged and reference.proof is None:
+        proof = reference.proof
+        if engine_id in self._tagged and (proof is None or proof.request is None):
             raise RequestError(
                 "kv_transfer_params.kvpd is missing; the router has to pass on kv_transfer_params "
                 "as the peer returned them, with what it does not know",
@@ -98,6 +119,9 @@ class ProvingWorker(NixlPullConnectorWorker):
                 got="nothing",
                 expected="what the peer returned",
             )
+        if not wanted.first_blocks or self._is_mapped_by_region(engine_id):
+            # A state is read, or latents in other groups, which stock pairs.
+            return
         pairs = [
             pair(
                 _group(spec.kv_cache_spec),
@@ -156,6 +180,69 @@ class ProvingWorker(NixlPullConnectorWorker):
         if known is None or meta.remote.registration_generation <= known.get(engine_id, 0):
             return False
         return engine_id in self._engines_with_inflight_transfers()
+
+    # ------------------------------------------------------------------ are blocks still held?
+
+    def _note_owner(self, engine_id: str, tp_rank: int, start: bytes | None) -> None:
+        """A rank's handshake came; for its thread, before the engine counts as known."""
+        shaking = self._shaking.get(engine_id)
+        if start is None or shaking is None:
+            return
+        host, port, _ = shaking
+        self._owners.setdefault(engine_id, {})[tp_rank] = (Address(host, port), start)
+
+    def _prepare_inquiry(self, req_id: str, meta: Any) -> None:
+        """Note what the owner of a request's blocks is asked once they were read.
+
+        Raises:
+            RequestError: the owner answers questions, and one of the ranks that are read is
+                unknown.
+        """
+        reference, _ = self._asked_for(meta)
+        owners, proof = self._owners.get(reference.engine_id), reference.proof
+        if owners is None or proof is None or proof.request is None:
+            return
+        ranks = self.tp_mappings[reference.engine_id].all_source_ranks
+        missing = [rank for rank in ranks if rank not in owners]
+        if missing or len(ranks) > MAX_STARTS:
+            raise RequestError(
+                f"ranks {missing or len(ranks)} of {reference.engine_id} cannot be asked whether "
+                "they hold the blocks",
+                code="unproved",
+                field="tp_rank",
+                got=list(ranks)[:16],
+                expected=f"{MAX_STARTS} ranks at most, all of which shook hands",
+            )
+        question = Question(
+            WHAT,
+            0,
+            tuple(owners[rank][1] for rank in ranks),
+            bytes.fromhex(proof.request),
+            content_digest(
+                reference.block_ids, reference.num_tokens, proof.num_tokens, proof.prompt
+            ),
+            self._agent,
+        )
+        # One handshake asks all ranks at one address.
+        self._inquiries[req_id] = Inquiry(owners[ranks[0]][0], question)
+
+    def _get_new_notifs(self) -> set[str]:
+        """As stock; whose notices they are goes to the scheduler, which answers by it."""
+        native: Any = self.nixl_wrapper
+        observer = ReceivedNotices(native)
+        self.nixl_wrapper = observer
+        try:
+            released: set[str] = super()._get_new_notifs()
+        finally:
+            self.nixl_wrapper = native
+        with self._going_on():
+            self._notifiers.note(observer.notices, released, self._reqs_to_process)
+        return released
+
+    def take_releases(self) -> Releases | None:
+        """Whose notices made this rank give blocks back since the last call."""
+        agents = self._notifiers.take()
+        return Releases({self._start: agents}) if agents else None
 
     # ------------------------------------------------------------------ handshakes
 
@@ -264,6 +351,15 @@ class ProvingWorker(NixlPullConnectorWorker):
 
     def _let_go(self, req_id: str) -> None:
         """A request ends; idempotent."""
+        self._inquiries.pop(req_id, None)
+        self._asker.forget(req_id)
+
+    def shutdown(self) -> None:
+        """As stock; nobody is asked any more."""
+        asker = getattr(self, "_asker", None)
+        if asker is not None:
+            asker.close()
+        super().shutdown()
 
 
 def _group(spec: Any) -> Group:
