@@ -214,7 +214,7 @@ class Pipeline:
                 queued_seconds=started_at - request.queued_at,
                 read_seconds=read_at - started_at,
                 convert_seconds=converted_at - read_at,
-                held_seconds=0.0 if request.held_at is None else request.held_at - read_at,
+                held_seconds=None if request.held_at is None else request.held_at - read_at,
             ),
             post_seconds=request.post_seconds,
             notice_error=notice_error,

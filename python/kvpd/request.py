@@ -54,13 +54,13 @@ class Timings:
         convert_seconds: from there until everything was converted: what conversion adds, not what
             it takes, for all chunks but the last are converted while others are read.
         held_seconds: from the last byte until the peer had said that it still held the blocks; the
-            conversion goes on meanwhile. 0 where it is not asked.
+            conversion goes on meanwhile. None where it is not asked.
     """
 
     queued_seconds: float
     read_seconds: float
     convert_seconds: float
-    held_seconds: float = 0.0
+    held_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ NEED_NO_VLLM = tuple(
     f"test_{name}.py"
     for name in (
         "docs",
+        "asker",
         "fingerprint",
+        "held_records",
         "judgement",
         "link",
         "pairing",

@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeVar
 
@@ -223,6 +223,42 @@ class Records:
         self._held.clear()
         self._known.clear()
         self._ended.clear()
+
+
+class Notifiers:
+    """Who sent notices for requests that one rank has; for its worker's thread."""
+
+    def __init__(self) -> None:
+        # Of requests that other notices are waited for.
+        self._waiting: dict[str, set[bytes]] = {}
+        self._released: dict[str, frozenset[bytes]] = {}
+
+    def note(
+        self, notices: dict[str, list[bytes]], released: Collection[str], known: Container[str]
+    ) -> None:
+        """Notices came.
+
+        Args:
+            notices: by agent.
+            released: requests that the rank gives back because of them.
+            known: requests that it keeps.
+        """
+        for agent, texts in notices.items():
+            for text in texts:
+                name = text.rpartition(b":")[0].decode(errors="replace")
+                is_heartbeat = text.startswith(b"HB:")
+                if not is_heartbeat and (name in released or name in known):
+                    self._waiting.setdefault(name, set()).add(agent_digest(agent))
+        for name in released:
+            self._released[name] = frozenset(self._waiting.pop(name, ()))
+        for name in [name for name in self._waiting if name not in known]:
+            # Its lease has ended.
+            del self._waiting[name]
+
+    def take(self) -> dict[str, frozenset[bytes]]:
+        """What was given back since the last call."""
+        found, self._released = self._released, {}
+        return found
 
 
 _Struct = TypeVar("_Struct")

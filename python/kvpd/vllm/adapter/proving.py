@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from kvpd.errors import RequestError, TransferError
-from kvpd.vllm.adapter.releases import Notifiers, ReceivedNotices, Releases
+from kvpd.vllm.adapter.releases import ReceivedNotices, Releases
 from kvpd.vllm.asker import Asker, Inquiry
-from kvpd.vllm.held import MAX_STARTS, WHAT, Question, agent_digest, content_digest
+from kvpd.vllm.held import MAX_STARTS, WHAT, Notifiers, Question, agent_digest, content_digest
 from kvpd.vllm.pairing import Group, Wanted, check_ids, pair
 from kvpd.vllm.published import Published, decode_payload
 from kvpd.vllm.reference import Reference, Refusal

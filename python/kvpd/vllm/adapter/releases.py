@@ -6,13 +6,10 @@ the notice has to be told from another that sent one for the same request, and f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-
-from kvpd.vllm.held import agent_digest
 
 
 @dataclass
@@ -49,39 +46,3 @@ class ReceivedNotices:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
-
-
-class Notifiers:
-    """Who sent notices for requests that a rank has."""
-
-    def __init__(self) -> None:
-        # Of requests that other notices are waited for.
-        self._waiting: dict[str, set[bytes]] = {}
-        self._released: dict[str, frozenset[bytes]] = {}
-
-    def note(
-        self, notices: dict[str, list[bytes]], released: Collection[str], known: Container[str]
-    ) -> None:
-        """Notices came.
-
-        Args:
-            notices: by agent.
-            released: requests that the rank gives back because of them.
-            known: requests that it keeps.
-        """
-        for agent, texts in notices.items():
-            for text in texts:
-                name = text.rpartition(b":")[0].decode(errors="replace")
-                is_heartbeat = text.startswith(b"HB:")
-                if not is_heartbeat and (name in released or name in known):
-                    self._waiting.setdefault(name, set()).add(agent_digest(agent))
-        for name in released:
-            self._released[name] = frozenset(self._waiting.pop(name, ()))
-        for name in [name for name in self._waiting if name not in known]:
-            # Its lease has ended.
-            del self._waiting[name]
-
-    def take(self) -> dict[str, frozenset[bytes]]:
-        """What was given back since the last call."""
-        found, self._released = self._released, {}
-        return found
