@@ -215,7 +215,7 @@ def test_many_questions_at_once_are_told_apart(asker: Asker) -> None:
 
 def test_an_owner_that_comes_back_is_asked_anew(asker: Asker) -> None:
     """The first connection leads nowhere; questions that still wait are sent over a new one."""
-    seen = set()
+    seen: set[int] = set()
 
     def the_second_time(question: Question) -> list[list[bytes]]:
         if question.number in seen:
@@ -238,7 +238,7 @@ def test_no_more_are_asked_than_may_wait(asker: Asker, monkeypatch: pytest.Monke
     most = 0
     with owner(says(Answer.HELD)) as (address, _):
         asked = {str(index): inquiry(address) for index in range(20)}
-        came = set()
+        came: set[str] = set()
         give_up_at = time.monotonic() + 10
         while len(came) < len(asked) and time.monotonic() < give_up_at:
             for key in set(asked) - came:

@@ -106,7 +106,7 @@ class ProvingWorker(NixlPullConnectorWorker):
             raise _wrong_tp_size(reference.tp_size, info.remote_tp_size)
         check_ids(reference.block_ids, self._num_remote_blocks(engine_id))
         meta.remote.block_ids = [list(ids) for ids in reference.block_ids]
-        if wanted is None:
+        if wanted is None or not any(wanted.local_block_ids):
             # Nothing is read.
             return
         proof = reference.proof
@@ -201,6 +201,9 @@ class ProvingWorker(NixlPullConnectorWorker):
         reference, _ = self._asked_for(meta)
         owners, proof = self._owners.get(reference.engine_id), reference.proof
         if owners is None or proof is None or proof.request is None:
+            return
+        if not any(meta.local_block_ids):
+            # Nothing is read, and nothing awaited.
             return
         ranks = self.tp_mappings[reference.engine_id].all_source_ranks
         missing = [rank for rank in ranks if rank not in owners]
