@@ -275,9 +275,13 @@ def test_an_error_in_the_thread_ends_what_was_asked(
 
 
 def test_a_thread_that_is_gone_does_not_hang_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Asker, "_run", lambda self: None)
-    asker = Asker(0.05)
-    assert outcome(asker, inquiry(Address("127.0.0.1", 1))) == "held-unanswered"
+    """The request fails, and the next question starts another thread."""
+    asker = Asker(SECONDS)
+    with owner(says(Answer.HELD)) as (address, _):
+        with monkeypatch.context() as broken:
+            broken.setattr(Asker, "_run", lambda self: None)
+            assert outcome(asker, inquiry(address)) == "held-unanswered"
+        assert outcome(asker, inquiry(address)) == "held"
     asker.close()
 
 

@@ -144,6 +144,7 @@ class Asker:
             self._wake_up()
             self._thread.join()
             self._thread = None
+        if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
 
@@ -160,8 +161,10 @@ class Asker:
         self._numbers[number] = key
         if asked.has_ended:
             return
-        if self._thread is None:
+        if self._wake < 0:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        if self._thread is None or not self._thread.is_alive():
+            # The first question, or the first one after an error that ended the thread.
             self._thread = threading.Thread(target=self._run, name="kvpd-asker", daemon=True)
             self._thread.start()
         message = msgspec.structs.replace(inquiry.question, number=number).encode()
@@ -184,15 +187,14 @@ class Asker:
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
+            turns = _Turns(context, self._wake, self._questions, self._answers, self._clock)
             while not self._is_closed.is_set():
-                turns = _Turns(context, self._wake, self._questions, self._answers, self._clock)
                 try:
-                    while not self._is_closed.is_set():
-                        turns.take()
+                    turns.take()
                 except Exception:
                     logger.exception("an error while owners of blocks were asked")
-                finally:
                     turns.give_up()
+            turns.give_up()
         finally:
             context.destroy(linger=0)
 

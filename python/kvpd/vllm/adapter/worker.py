@@ -244,11 +244,11 @@ class KvpdWorker(ProvingWorker):
 
     def _let_go(self, req_id: str) -> None:
         """Nothing is read for this request any more; others may read what it named."""
-        super()._let_go(req_id)
         self._leased.pop(req_id, None)
         self._readers.end(req_id, is_released=False)
         if self._link is not None:
             self._link.abort(req_id)
+        super()._let_go(req_id)
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         """As stock, but a converted request is in flight until the link has its outcome."""
