@@ -40,6 +40,19 @@ class HeldBed(Bed):
             "worker.fake = worker.nixl_wrapper = ControlledReads(worker.nixl_wrapper)",
         )
 
+        # Whether the record of a request is there still when vLLM frees its blocks.
+        evaluate(
+            self.prefill,
+            f"""
+records, free = {RECORDS}, engine.scheduler._free_blocks
+engine.freed = []
+def watched(request, *more, **options):
+    engine.freed.append(request.request_id in records._held)
+    return free(request, *more, **options)
+engine.scheduler._free_blocks = watched
+""",
+        )
+
     def overwrite(self) -> None:
         """Every block of the prefill is somebody else's now."""
         self.prefill.call("poison", seed=next(_serial))
@@ -311,6 +324,31 @@ def test_the_round_trip_is_short(bed: HeldBed, prompt: list[int]) -> None:
     name = "vllm:kvpd_held_seconds"
     assert metrics[f"{name}_count"] >= 3
     assert metrics[f"{name}_sum"] / metrics[f"{name}_count"] < 1.0
+
+
+def test_what_several_ranks_gave_back_comes_together(bed: HeldBed) -> None:
+    """Each rank of a prefill tells its part, in another step maybe, from another process."""
+    found = bed.prefill.call(
+        "evaluate",
+        source="""
+import pickle
+from kvpd.vllm.adapter import Releases
+first, second = (
+    pickle.loads(pickle.dumps(Releases({bytes([rank]) * 16: {"r": frozenset([agent])}})))
+    for rank, agent in enumerate((b"a", b"b"))
+)
+both = first.aggregate(second)
+result = [bool(both), sorted((k.hex()[:2], *v["r"]) for k, v in both.agents.items()) == [
+    ("00", b"a"), ("01", b"b")], len(first.agents), engine.connector_worker().take_releases()]
+""",
+    )
+    assert found == [True, True, 1, None]
+
+
+def test_records_end_before_blocks_are_freed(bed: HeldBed) -> None:
+    """All that the tests above released, in vLLM's own order of calls."""
+    freed = evaluate(bed.prefill, "result = engine.freed")
+    assert len(freed) >= 10 and not any(freed)
 
 
 def test_nothing_is_left(bed: HeldBed) -> None:
