@@ -38,7 +38,8 @@ HEAD = """# vLLM releases
 
 Real vLLM and real NIXL 1.5 over UCX on CPUs, one OS process an engine: what stock does to the pair,
 conversion, peers of all kinds, call-for-call equality with stock on equal formats, seams of the
-adapter, bad requests, exceptions, and blocks that are not held. Written by `python -m tests.vllm.matrix`.
+adapter, bad requests, exceptions, blocks that are not held. Written by
+`python -m tests.vllm.matrix`.
 
 | vLLM | run as | result | tests |
 |---|---|---|---|
