@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -12,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("nixl")
 
 from kvpd.errors import ConversionError, DirectError, PlanError, TransferError
-from kvpd.request import Failed, Ready
+from kvpd.request import Failed, NotHeld, Ready
 from tests.direct.decoder import Maker, unmapped
 from tests.direct.prefill import Prefill
 from tests.receive_bench import SCENARIO, A, B, C, blocks_of, failure
@@ -92,6 +93,33 @@ def test_a_deadline_that_passes_during_a_direct_read(
     # The pair goes on.
     decoder.start(B, peer, deadline=decoder.now + 1)
     assert [type(outcome) for outcome in decoder.run()] == [Ready]
+
+
+@pytest.mark.parametrize("answer", ["held", NotHeld("not-held", "given back")])
+def test_a_peer_that_is_asked_after_the_kernel_has_ended(
+    make_direct: Maker, shared_prefill: Prefill, answer: Literal["held"] | NotHeld
+) -> None:
+    """The conversion is the read: asked earlier, the answer would say nothing of what it reads."""
+    decoder = make_direct(shared_prefill)
+    peer = decoder.add_peer()
+    asked = 0
+
+    def is_held() -> Literal["held"] | NotHeld:
+        nonlocal asked
+        asked += 1
+        return answer
+
+    decoder.queue.holds = True
+    decoder.start(A, peer, deadline=decoder.now + 1, is_held=is_held)
+    decoder.now += 2
+    assert decoder.poll() == [] and asked == 0
+    decoder.queue.holds = False
+    (outcome,) = decoder.run()
+    assert asked == 1
+    if answer == "held":
+        assert isinstance(outcome, Ready) and decoder.agent.sent == [A.encode()]
+    else:
+        assert failure(outcome)[1] == "not-held" and decoder.agent.sent == []
 
 
 def test_a_conversion_that_cannot_tell_keeps_the_memory_mapped(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -458,3 +458,19 @@ def test_name_the_factor_28_layers_against_30_with_two_that_share() -> None:
     assert reason.code == "layers"
     assert all(name in reason.local for name in shared)
     assert regions(page_format())[0].layers == ("layer.0",)
+
+
+@pytest.mark.parametrize("start", [None, bytes(range(16))])
+def test_the_start_id_comes_through(start: bytes | None) -> None:
+    sent = replace(handshake(), start=start)
+    came = wire.decode(wire.encode(sent))
+    assert came is not None and came.start == start
+    # An engine that does not answer has the bytes that it would have without the field.
+    assert ("start" in unpacked(wire.encode(sent))) == (start is not None)
+
+
+@pytest.mark.parametrize("start", [b"", bytes(15), bytes(17), "0" * 16, 5])
+def test_a_start_id_of_another_size_is_refused(start: object) -> None:
+    with pytest.raises(WireError) as caught:
+        wire.decode(packed(body() | {"start": start}))
+    assert caught.value.field == "kvpd.body.start"

@@ -57,6 +57,11 @@ class Chunk:
     transfer: Transfer | None = None
     completion: Completion | None = None
 
+    @property
+    def reads_peer(self) -> bool:
+        """Whether the peer's memory may still be read for it, as long as it is active."""
+        return not self.is_read or self.state is State.READING
+
     def occupy(self, slot: int, stride_pages: int) -> None:
         """Take a slot; slot s begins at page ``s * stride_pages`` of the slab."""
         self.slot = slot

@@ -12,7 +12,16 @@ from kvpd.chunk import Chunk, State
 from kvpd.convert import ConversionQueue
 from kvpd.errors import KvpdError, TransferError
 from kvpd.nixl import Agent
-from kvpd.request import DescriptorCounts, Failed, FailureCode, Outcome, Ready, Request, Timings
+from kvpd.request import (
+    DescriptorCounts,
+    Failed,
+    FailureCode,
+    NotHeld,
+    Outcome,
+    Ready,
+    Request,
+    Timings,
+)
 
 
 class Pipeline:
@@ -90,13 +99,33 @@ class Pipeline:
         return ended
 
     def outcome(self, request: Request) -> Outcome | None:
-        """How a request ended; None as long as anything of it waits or is active."""
+        """How a request ended; None as long as anything of it waits, is active or is asked."""
+        self._check_held(request)
         if request.waiting or request.active:
             return None
         if request.failure is None:
-            return self._ready(request)
+            if request.converted_at is None:
+                request.converted_at = self._clock()
+            if request.is_held is not None and request.held_at is None:
+                return None
+            return self._ready(request, request.converted_at)
         code, reason = request.failure
         return Failed(request.request_id, code, reason, request.blocks())
+
+    def _check_held(self, request: Request) -> None:
+        """Once nothing more is read, ask whether it was the request's own until then.
+
+        Earlier, the answer would say nothing of what is read after it. Conversions go on.
+        """
+        if request.is_held is None or request.held_at is not None:
+            return
+        if request.failure is not None or not request.is_read:
+            return
+        answer = request.is_held()
+        if isinstance(answer, NotHeld):
+            self.fail(request, answer.code, answer.reason)
+        elif answer is not None:
+            request.held_at = self._clock()
 
     def _watch_read(self, request: Request, chunk: Chunk) -> None:
         transfer = chunk.transfer
@@ -107,8 +136,8 @@ class Pipeline:
         if state == "failed":
             self.fail(request, "read-failed", transfer.error)
         elif request.is_late(now):
-            # Also when the READ is done by now: when it ended is not known better than this, and
-            # a page read after the deadline can be another request's.
+            # Nobody can be asked. Also when the READ is done by now: when it ended is not known
+            # better than this, and a page read after the deadline can be another request's.
             self.fail(request, "deadline-passed", "the deadline passed during the READ")
         elif state == "done":
             request.read_at = now
@@ -163,8 +192,7 @@ class Pipeline:
     def _is_released(self, chunk: Chunk) -> bool:
         return chunk.transfer is None or self._agent.release(chunk.transfer)
 
-    def _ready(self, request: Request) -> Ready:
-        converted_at = self._clock()
+    def _ready(self, request: Request, converted_at: float) -> Ready:
         notice_error = ""
         try:
             self._agent.notify(request.peer.agent_name, request.notice)
@@ -186,6 +214,7 @@ class Pipeline:
                 queued_seconds=started_at - request.queued_at,
                 read_seconds=read_at - started_at,
                 convert_seconds=converted_at - read_at,
+                held_seconds=None if request.held_at is None else request.held_at - read_at,
             ),
             post_seconds=request.post_seconds,
             notice_error=notice_error,

@@ -25,7 +25,7 @@ from kvpd.errors import PlanError, RefusedError, TransferError
 from kvpd.nixl import Agent
 from kvpd.peer import Peer
 from kvpd.pipeline import Pipeline
-from kvpd.request import FailureCode, Outcome, Request
+from kvpd.request import FailureCode, HeldCheck, Outcome, Request
 from kvpd.staging import Slab
 from kvpd.wire import Handshake
 
@@ -207,6 +207,7 @@ class Receiver:
         *,
         deadline: float | None = None,
         notice: bytes | None = None,
+        is_held: HeldCheck | None = None,
     ) -> None:
         """Begin to read remote block i into local block i, for every i.
 
@@ -216,8 +217,12 @@ class Receiver:
             local_ids: blocks of our cache; they belong to the request until it has its outcome.
             remote_ids: blocks of the peer's cache, as many.
             deadline: reading of the receiver's clock from which on the peer may reuse its blocks.
+                With `is_held` it only decides not to begin.
             notice: what is sent to the peer, once, after everything was read and converted;
                 the request id if None.
+            is_held: called once everything was read, by `poll`, until it says whether the peer
+                still held the blocks. It must not wait. The request is ready, and the notice sent,
+                only after "held". None: the deadline decides.
 
         Raises:
             PlanError: ids do not pair, repeat, lie outside a cache or belong to a live request.
@@ -240,6 +245,7 @@ class Receiver:
                     got=peer.engine_id,
                 )
             request = self._prepare(request_id, peer, local_ids, remote_ids, deadline, notice)
+            request.is_held = is_held
             # From here on the peer is in use.
             self._live[request_id] = request
         if self._slab is not None and request.plan.placement == "staged":

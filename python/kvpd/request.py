@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -17,15 +18,34 @@ FailureCode = Literal[
     "aborted",
     "conversion-failed",
     "deadline-passed",
+    "held-unanswered",
     "internal-error",
+    "not-held",
     "peer-removed",
     "read-failed",
 ]
 
 
 @dataclass(frozen=True)
+class NotHeld:
+    """The peer does not vouch for what was read.
+
+    Attributes:
+        code: it has let go of the blocks, or did not answer.
+        reason: in words.
+    """
+
+    code: Literal["held-unanswered", "not-held"]
+    reason: str
+
+
+# Asked again and again once the last byte was read: None as long as there is no answer.
+HeldCheck = Callable[[], Literal["held"] | NotHeld | None]
+
+
+@dataclass(frozen=True)
 class Timings:
-    """Seconds a request spent waiting for its turn, reading, and converting.
+    """Seconds a request spent waiting for its turn, reading, converting, and for its peer's word.
 
     Attributes:
         queued_seconds: until the first chunk began.
@@ -33,11 +53,14 @@ class Timings:
             includes the conversion.
         convert_seconds: from there until everything was converted: what conversion adds, not what
             it takes, for all chunks but the last are converted while others are read.
+        held_seconds: from the last byte until the peer had said that it still held the blocks; the
+            conversion goes on meanwhile. None where it is not asked.
     """
 
     queued_seconds: float
     read_seconds: float
     convert_seconds: float
+    held_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +128,10 @@ class Request:
         plan: how they come.
         runs: pages to read, paired and sorted by remote id.
         deadline: clock reading after which the peer may reuse its blocks; None without a lease.
+        is_held: says whether the peer still held the blocks; None where it cannot be asked, and the
+            deadline alone decides.
+        held_at: clock reading at which it had said so.
+        converted_at: clock reading at which nothing was left to do but that.
         notice: what releases the blocks on the peer.
         waiting: chunks that have not begun, in order.
         active: chunks that have begun and may still read or write memory.
@@ -119,10 +146,13 @@ class Request:
     deadline: float | None
     queued_at: float
     waiting: deque[Chunk]
+    is_held: HeldCheck | None = None
     active: list[Chunk] = field(default_factory=list)
     failure: tuple[FailureCode, str] | None = None
     started_at: float | None = None
     read_at: float = 0.0
+    held_at: float | None = None
+    converted_at: float | None = None
     post_seconds: float = 0.0
     counted: int | None = 0
 
@@ -132,8 +162,18 @@ class Request:
         self.counted = (self.counted or 0) + (num_descriptors or 0) if known else None
 
     def is_late(self, now: float) -> bool:
-        """Whether the peer may have given the blocks to somebody else by `now`."""
+        """Whether the peer may have given the blocks to somebody else by `now`.
+
+        Where it is asked, its word decides about everything that was begun.
+        """
+        if self.is_held is not None and self.started_at is not None:
+            return False
         return self.deadline is not None and now >= self.deadline
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing more is read from the peer."""
+        return not self.waiting and not any(chunk.reads_peer for chunk in self.active)
 
     def blocks(self) -> tuple[int, ...]:
         """Local block ids."""

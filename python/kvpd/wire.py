@@ -139,6 +139,7 @@ class _Body(_Wire, frozen=True, omit_defaults=True):
     nixl_metadata: bytes
     # Of no handshake without direct placement: those have the bytes they always had.
     direct: DirectPart | None = None
+    start: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)] | None = None
 
 
 class _Envelope(_Wire, frozen=True):
@@ -163,12 +164,15 @@ class Handshake:
         nixl_metadata: what NIXL needs to reach the engine's agent; empty where the carrier of the
             handshake transports it itself.
         direct: an offer to map the regions' memory; None where there is none.
+        start: 16 random bytes that are new whenever the cache is registered, of an engine that says
+            whether it still holds a request's blocks; None of one that says not.
     """
 
     engine_id: str
     description: EngineDescription
     nixl_metadata: bytes = b""
     direct: DirectPart | None = None
+    start: bytes | None = None
 
 
 def encode(handshake: Handshake) -> bytes:
@@ -209,6 +213,7 @@ def encode_tag(handshake: Handshake) -> bytes:
         regions=[_region_to_wire(region, index) for region in regions],
         nixl_metadata=handshake.nixl_metadata,
         direct=handshake.direct,
+        start=handshake.start,
     )
     raw_body = msgspec.msgpack.encode(body)
     _decode(_Body, raw_body, "handshake")  # limits hold for the sender too
@@ -261,7 +266,7 @@ def decode_tag(tag: bytes) -> Handshake:
         facts = EngineFacts(**msgspec.structs.asdict(body.facts))
     with _Named("regions"):
         description = EngineDescription(facts, regions)
-    return Handshake(body.engine_id, description, body.nixl_metadata, body.direct)
+    return Handshake(body.engine_id, description, body.nixl_metadata, body.direct, body.start)
 
 
 def _format_to_wire(format: PageFormat) -> _Format:

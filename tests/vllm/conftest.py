@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 NEED_NO_VLLM = tuple(
     f"test_{name}.py"
     for name in (
-        *("docs", "fingerprint", "judgement", "link", "lost"),
+        *("asker", "docs", "fingerprint", "held_records", "judgement", "link", "lost"),
         *("pairing", "readers", "reference", "slab_size", "units"),
     )
 )

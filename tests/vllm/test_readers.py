@@ -35,3 +35,17 @@ def test_what_is_remembered_is_bounded() -> None:
     assert readers.begin("P", "r0", "late"), "the oldest is forgotten"
     assert len(readers._readers) == MAX_REMEMBERED
     assert len(readers._remotes) <= MAX_REMEMBERED // 2 + 1
+
+
+def test_the_first_notice_of_a_remote_request_is_somebodys() -> None:
+    """What the peer released at our notice is proved for the request of the first one alone."""
+    readers = Readers()
+    assert readers.notifies("P", "r", "a") and readers.notifies("P", "r", "a")
+    assert not readers.notifies("P", "r", "b")
+    assert readers.notifies("Q", "r", "b")
+    readers.begin("P", "r", "a")
+    readers.end("a", is_released=False)
+    assert not readers.notifies("P", "r", "c"), "a notice may be under way still"
+    for number in range(MAX_REMEMBERED):
+        readers.notifies("P", f"more-{number}", "x")
+    assert len(readers._notified) == MAX_REMEMBERED

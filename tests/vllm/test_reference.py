@@ -45,7 +45,14 @@ BAD: dict[str, list[Any]] = {
     "remote_blocks_expiry_time": ["soon", float("nan"), float("inf"), [1]],
     "remote_registration_generation": [-1, "1", 2**31],
     "transfer_mode": ["push", 1],
-    "kvpd": [5, {"num_tokens": -1}, {"num_tokens": 1, "prompt": "short"}, {"prompt": "0" * 64}],
+    "kvpd": [
+        5,
+        {"num_tokens": -1},
+        {"num_tokens": 1, "prompt": "short"},
+        {"num_tokens": 1, "request": "0" * 31},
+        {"num_tokens": 1, "request": 5},
+        {"prompt": "0" * 64},
+    ],
 }
 
 

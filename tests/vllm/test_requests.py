@@ -312,7 +312,7 @@ def test_the_prefill_knows_nothing_of_failed_requests(bed: Bed) -> None:
 worker = engine.connector_worker()
 scheduler = engine.scheduler.connector.connector_scheduler
 result = [
-    *worker._leased, *worker._recving_metadata, *worker._recv_failures, *worker._held,
+    *worker._leased, *worker._recving_metadata, *worker._recv_failures, *worker._postponed,
     *scheduler._asked, *scheduler._refused, *scheduler._heartbeat_req_engine,
 ]
 """,

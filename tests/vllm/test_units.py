@@ -174,6 +174,11 @@ def test_keys_have_defaults_and_exact_types() -> None:
     for key, value in (
         ("page_format_conversion", "false"),
         ("require_tagged_peers", 1),
+        ("held_timeout_seconds", 0),
+        ("held_timeout_seconds", 61),
+        ("held_timeout_seconds", "2"),
+        ("held_timeout_seconds", True),
+        ("held_timeout_seconds", float("nan")),
         ("slab_bytes", True),
         ("slab_bytes", None),
         ("slab_bytes", -1),

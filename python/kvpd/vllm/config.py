@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvpd.words import Memory
 
 
+# A request that waits keeps its blocks, and its client.
+MAX_HELD_TIMEOUT_SECONDS = 60.0
+
+
 @dataclass(frozen=True)
 class ConnectorConfig:
     """What an operator chose.
@@ -24,6 +28,9 @@ class ConnectorConfig:
         allow_other_weights: on the reading side, accept peers that loaded other weights, or the
             same ones quantised otherwise. What decides the shape of K and V, and rope, is compared
             all the same; so are the element type of the cache and its scales.
+        held_timeout_seconds: on the reading side, how long a prefill may take to say whether it
+            still held the blocks that were read, more than 0 and 60 at most. Without an answer the
+            request fails.
         link: what transfers cost here, where the defaults of `kvpd.LinkModel` are wrong; names and
             units are its own. Between two GPUs ``kvpd bench transfer`` prints it.
         direct_transfer: on a prefill, offer the cache's memory to processes of this user on this
@@ -42,6 +49,7 @@ class ConnectorConfig:
     slab_bytes: int | None = None
     direct_transfer: bool = False
     allow_other_weights: bool = False
+    held_timeout_seconds: float = 2.0
     link: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -70,6 +78,7 @@ class ConnectorConfig:
             slab_bytes=_size(extra, "slab_bytes"),
             direct_transfer=_flag(extra, "direct_transfer"),
             allow_other_weights=_flag(extra, "allow_other_weights"),
+            held_timeout_seconds=_held_timeout_seconds(extra),
             link=_rates(extra),
         )
 
@@ -92,6 +101,15 @@ def _size(extra: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise _invalid(key, value, "a number of bytes, 0 or more")
     return value
+
+
+def _held_timeout_seconds(extra: Mapping[str, Any]) -> float:
+    seconds = extra.get("held_timeout_seconds", ConnectorConfig.held_timeout_seconds)
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds <= MAX_HELD_TIMEOUT_SECONDS:
+        limit = f"seconds, more than 0 and {MAX_HELD_TIMEOUT_SECONDS:g} at most"
+        raise _invalid("held_timeout_seconds", seconds, limit)
+    return float(seconds)
 
 
 def _rates(extra: Mapping[str, Any]) -> Mapping[str, float]:

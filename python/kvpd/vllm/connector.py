@@ -12,6 +12,7 @@ from kvpd.vllm.adapter import (
     KvpdWorker,
     NixlBaseConnector,
     NixlPullConnector,
+    Releases,
     check_configuration,
     own_layout,
     register,
@@ -43,6 +44,17 @@ class KvpdConnector(NixlPullConnector):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind_kv_cache_manager(kv_cache_manager)
+
+    def build_connector_worker_meta(self) -> Releases | None:
+        """Whose notices made this rank give blocks back, for the scheduler."""
+        return None if self.connector_worker is None else self.connector_worker.take_releases()
+
+    def reset_cache(self) -> bool | None:
+        """As stock. vLLM calls this before it lets go of what the cache holds, as for sleep."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.let_go()
+        stock: bool | None = super().reset_cache()
+        return stock
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

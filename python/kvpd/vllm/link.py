@@ -16,12 +16,16 @@ from kvpd.errors import DirectError, KvpdError, RefusedError, TransferError
 from kvpd.nixl import Agent
 from kvpd.peer import Peer
 from kvpd.receive import BlockIds, Receiver
-from kvpd.request import Outcome
+from kvpd.request import HeldCheck, Outcome
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.judgement import Digests, Judgement, Local, PeerMetadata, Policy, judge
 
 # vLLM configures handlers for its own loggers only; a refusal must be seen.
 logger = logging.getLogger("vllm.kvpd")
+_NOT_ASKED = (
+    "it cannot be asked whether it still holds what is read: a READ that ends after its lease, or "
+    "a second decoder's of one request, is not noticed and can bring tokens of another prompt"
+)
 _MAX_REMEMBERED_PEERS = 1024
 _MAX_MESSAGES_A_PEER = 16
 _MAX_LISTED_LAYERS = 4
@@ -110,11 +114,10 @@ class Link:
         if judgement.handshake is None:
             self._record.record_untagged_peer()
         for warning in judgement.verdict.warnings:
-            self._say(
-                engine_id,
-                logging.WARNING,
-                f"peer {engine_id}: {warning.code}: {warning.remedy}",
-            )
+            text = f"peer {engine_id}: {warning.code}: {warning.remedy}"
+            if judgement.handshake is None:
+                text += f"; {_NOT_ASKED}"
+            self._say(engine_id, logging.WARNING, text)
         self._say(engine_id, logging.INFO, f"peer {engine_id}: {judgement.verdict}")
         return judgement
 
@@ -170,6 +173,7 @@ class Link:
         *,
         notice: bytes,
         deadline: float | None,
+        is_held: HeldCheck | None = None,
     ) -> None:
         """Begin to read a request. Raises `KvpdError` as `Receiver.start`."""
         if self._receiver is None:
@@ -181,6 +185,7 @@ class Link:
             remote_ids,
             deadline=deadline,
             notice=notice,
+            is_held=is_held,
         )
 
     def extend(self, request_id: str, deadline: float) -> None:

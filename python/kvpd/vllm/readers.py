@@ -19,6 +19,8 @@ class Readers:
         # None: read, and its blocks were given back.
         self._readers: OrderedDict[tuple[str, str], str | None] = OrderedDict()
         self._remotes: dict[str, tuple[str, str]] = {}
+        # For which of our requests the first notice was sent, or rides on a READ.
+        self._notified: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def begin(self, engine_id: str, remote_request_id: str, request_id: str) -> bool:
         """Whether `request_id` may read this request of a peer: no other reads it, or has."""
@@ -31,6 +33,17 @@ class Readers:
             if reader is not None:
                 self._remotes.pop(reader, None)
         return True
+
+    def notifies(self, engine_id: str, remote_request_id: str, request_id: str) -> bool:
+        """A notice is sent for this request of ours; whether none was for another one.
+
+        If one was, that the peer released the blocks at our notice does not say at which.
+        """
+        remote = (engine_id, remote_request_id)
+        is_only = self._notified.setdefault(remote, request_id) == request_id
+        if len(self._notified) > MAX_REMEMBERED:
+            self._notified.popitem(last=False)
+        return is_only
 
     def end(self, request_id: str, *, is_released: bool) -> None:
         """Its read has ended; others may try unless the peer was told. Idempotent."""

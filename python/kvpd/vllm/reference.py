@@ -35,10 +35,13 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         num_tokens: leading tokens of the request that the blocks hold.
         prompt: `kvpd.vllm.prompt.digest` of these tokens; None where it cannot be made.
+        request: random id by which the engine can be asked whether it still holds the blocks; None
+            where it holds none.
     """
 
     num_tokens: _NumTokens
     prompt: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    request: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")] | None = None
 
 
 class Reference(

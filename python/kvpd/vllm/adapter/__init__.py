@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
 from kvpd.vllm.adapter.description import own_layout
 from kvpd.vllm.adapter.limits import check_configuration
 from kvpd.vllm.adapter.registration import register
+from kvpd.vllm.adapter.releases import Releases
 from kvpd.vllm.adapter.scheduler import KvpdScheduler
 from kvpd.vllm.adapter.stats import KvpdPromMetrics, KvpdStats
 from kvpd.vllm.adapter.worker import KvpdWorker
@@ -23,6 +24,7 @@ __all__ = [
     "KvpdWorker",
     "NixlBaseConnector",
     "NixlPullConnector",
+    "Releases",
     "check_configuration",
     "own_layout",
     "register",

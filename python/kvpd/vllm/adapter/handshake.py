@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlHandshakePayload,
 )
 
+from kvpd.wire import decode_tag
+
 
 class _Received(threading.local):
     digest: str = ""
@@ -82,3 +84,9 @@ def attach_tag(payload: NixlHandshakePayload, tag: bytes, refused_by_stock: str)
     if refused_by_stock:
         foreign = f"{payload.compatibility_hash} {refused_by_stock}"
         payload.compatibility_hash = hashlib.sha256(foreign.encode()).hexdigest()
+
+
+def start_of(payload: NixlHandshakePayload) -> bytes | None:
+    """The start id in this engine's own payload; None where it carries no tag."""
+    metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=TaggedAgentMetadata)
+    return None if metadata.kvpd is None else decode_tag(metadata.kvpd).start

@@ -1,4 +1,5 @@
-"""The side channel of an engine: it answers whoever asks for a rank's handshake, and only that.
+"""The side channel of an engine: it answers whoever asks for a rank's handshake, or whether blocks
+of a request are still held, and only that.
 
 Stock's listener decodes what it is sent as it comes: a stray packet, or a question for a rank that
 does not exist, ends it, and no peer can shake hands any more.
@@ -16,10 +17,12 @@ import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 from vllm.utils.network_utils import make_zmq_path
 
+from kvpd.vllm.held import Question, Records, Reply
+
 # vLLM configures handlers for its own loggers only.
 logger = logging.getLogger("vllm.kvpd")
 
-# A question has some twenty bytes.
+# A question for a handshake has some twenty bytes, one about blocks 120 and 18 more a rank.
 MAX_QUESTION_BYTES = 1 << 10
 _LOOK_MS = 1000
 # One part where an answer has two: a reader that asked for what is not there fails at once.
@@ -38,6 +41,7 @@ def serve_handshakes(
     is_stopped: threading.Event,
     host: str,
     port: int,
+    records: Records,
 ) -> None:
     """Answer until stopped. Takes the place of stock's listener, and its arguments.
 
@@ -46,6 +50,7 @@ def serve_handshakes(
         is_ready: set once questions are taken.
         is_stopped: looked at once a second.
         host, port: where to listen.
+        records: which requests' blocks this engine holds.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -74,7 +79,7 @@ def serve_handshakes(
             except zmq.ZMQError:
                 logger.debug("side channel: a message that cannot be taken", exc_info=True)
                 continue
-            answer = _answer(payloads, parts)
+            answer = _answer(payloads, records, parts)
             if answer is not None:
                 try:
                     channel.send_multipart(answer, zmq.NOBLOCK)
@@ -84,11 +89,16 @@ def serve_handshakes(
         context.destroy(linger=0)
 
 
-def _answer(payloads: Mapping[tuple[int, int], bytes], parts: list[bytes]) -> list[bytes] | None:
+def _answer(
+    payloads: Mapping[tuple[int, int], bytes], records: Records, parts: list[bytes]
+) -> list[bytes] | None:
     """What is sent for a message; None where there is nobody to answer."""
     if len(parts) != 3 or parts[1]:
         return None
     identity, frame, message = parts
+    asked = Question.decode(message)
+    if asked is not None:
+        return [identity, frame, Reply(asked.number, records.answer(asked)).encode()]
     try:
         question = msgspec.msgpack.decode(message, type=_Question)
     except (msgspec.DecodeError, msgspec.ValidationError):

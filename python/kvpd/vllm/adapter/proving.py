@@ -19,6 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 
 from kvpd.errors import RequestError, TransferError
 from kvpd.vllm.adapter.groups import groups_of
+from kvpd.vllm.adapter.releases import ReceivedNotices, Releases
+from kvpd.vllm.asker import Asker, Inquiry
+from kvpd.vllm.held import MAX_STARTS, WHAT, Notifiers, Question, agent_digest, content_digest
 from kvpd.vllm.pairing import Wanted, check_ids, num_blocks, pair
 from kvpd.vllm.published import decode_payload
 from kvpd.vllm.reference import Reference, Refusal
@@ -35,9 +38,16 @@ _ASK_SECONDS = 5.0
 class ProvingWorker(NixlPullConnectorWorker):
     """Stock's worker behind that door. Subclasses say what else a request holds (`_let_go`)."""
 
+    nixl_wrapper: Any
     xfer_stats: Any
 
-    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        engine_id: str,
+        kv_cache_config: Any,
+        held_timeout_seconds: float,
+    ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._groups = groups_of(kv_cache_config)
         # Engines that publish a tag, so that their requests bring a proof.
@@ -45,14 +55,23 @@ class ProvingWorker(NixlPullConnectorWorker):
         # Where the handshake that runs for an engine was asked for.
         self._shaking: dict[str, tuple[str, int, int]] = {}
         # Requests for which an idle moment of their peer is waited for.
-        self._held: list[tuple[str, Any]] = []
+        self._postponed: list[tuple[str, Any]] = []
+        # By engine and rank: where its handshake was asked for, and the start id that it brought.
+        self._owners: dict[str, dict[int, tuple[Address, bytes]]] = {}
+        self._asker = Asker(held_timeout_seconds)
+        # Of each request that is read: what its owner is asked in the end.
+        self._inquiries: dict[str, Inquiry] = {}
+        self._agent = agent_digest(self.nixl_wrapper.name)
+        # New whenever the cache is registered.
+        self._start = b""
+        self._notifiers = Notifiers()
 
     def start_load_kv(self, metadata: Any) -> None:
         """As stock, one request after the other."""
         for name, (refusal, waiting) in metadata.kvpd_refused.items():
             self._refuse(name, refusal, waiting)
-        held, self._held = self._held, []
-        for entry in held:
+        postponed, self._postponed = self._postponed, []
+        for entry in postponed:
             self._ready_requests.put(entry)
         requests = metadata.reqs_to_recv
         for name, meta in requests.items():
@@ -70,9 +89,10 @@ class ProvingWorker(NixlPullConnectorWorker):
             if not self._reach(req_id, meta):
                 return
             if self._would_disturb(meta.remote.engine_id, meta):
-                self._held.append((req_id, meta))
+                self._postponed.append((req_id, meta))
                 return
             self._prove(meta)
+            self._prepare_inquiry(req_id, meta)
             self._read_proved(req_id, meta)
 
     def _reach(self, req_id: str, meta: Any) -> bool:
@@ -103,7 +123,8 @@ class ProvingWorker(NixlPullConnectorWorker):
         if not any(meta.local_block_ids):
             # Nothing is read.
             return
-        if engine_id in self._tagged and reference.proof is None:
+        proof = reference.proof
+        if engine_id in self._tagged and (proof is None or proof.request is None):
             raise RequestError(
                 "kv_transfer_params.kvpd is missing; the router has to pass on kv_transfer_params "
                 "as the peer returned them, with what it does not know",
@@ -195,6 +216,72 @@ class ProvingWorker(NixlPullConnectorWorker):
         if known is None or meta.remote.registration_generation <= known.get(engine_id, 0):
             return False
         return engine_id in self._engines_with_inflight_transfers()
+
+    # ------------------------------------------------------------------ are blocks still held?
+
+    def _note_owner(self, engine_id: str, tp_rank: int, start: bytes | None) -> None:
+        """A rank's handshake came; for its thread, before the engine counts as known."""
+        shaking = self._shaking.get(engine_id)
+        if start is None or shaking is None:
+            return
+        host, port, _ = shaking
+        self._owners.setdefault(engine_id, {})[tp_rank] = (Address(host, port), start)
+
+    def _prepare_inquiry(self, req_id: str, meta: Any) -> None:
+        """Note what the owner of a request's blocks is asked once they were read.
+
+        Raises:
+            RequestError: the owner answers questions, and one of the ranks that are read is
+                unknown.
+        """
+        reference, _ = self._asked_for(meta)
+        owners, proof = self._owners.get(reference.engine_id), reference.proof
+        if owners is None or proof is None or proof.request is None:
+            return
+        if not any(meta.local_block_ids):
+            # Nothing is read, and nothing awaited.
+            return
+        ranks = self.tp_mappings[reference.engine_id].all_source_ranks
+        missing = [rank for rank in ranks if rank not in owners]
+        if missing or len(ranks) > MAX_STARTS:
+            raise RequestError(
+                f"ranks {missing or len(ranks)} of {reference.engine_id} cannot be asked whether "
+                "they hold the blocks",
+                code="unproved",
+                field="tp_rank",
+                got=list(ranks)[:16],
+                expected=f"{MAX_STARTS} ranks at most, all of which shook hands",
+            )
+        question = Question(
+            WHAT,
+            0,
+            tuple(owners[rank][1] for rank in ranks),
+            bytes.fromhex(proof.request),
+            content_digest(
+                reference.block_ids, reference.num_tokens, proof.num_tokens, proof.prompt
+            ),
+            self._agent,
+        )
+        # One handshake asks all ranks at one address.
+        self._inquiries[req_id] = Inquiry(owners[ranks[0]][0], question)
+
+    def _get_new_notifs(self) -> set[str]:
+        """As stock; whose notices they are goes to the scheduler, which answers by it."""
+        native: Any = self.nixl_wrapper
+        observer = ReceivedNotices(native)
+        self.nixl_wrapper = observer
+        try:
+            released: set[str] = super()._get_new_notifs()
+        finally:
+            self.nixl_wrapper = native
+        with self._going_on():
+            self._notifiers.note(observer.notices, released, self._reqs_to_process)
+        return released
+
+    def take_releases(self) -> Releases | None:
+        """Whose notices made this rank give blocks back since the last call."""
+        agents = self._notifiers.take()
+        return Releases({self._start: agents}) if agents else None
 
     # ------------------------------------------------------------------ handshakes
 
@@ -317,6 +404,15 @@ class ProvingWorker(NixlPullConnectorWorker):
 
     def _let_go(self, req_id: str) -> None:
         """A request ends; idempotent."""
+        self._inquiries.pop(req_id, None)
+        self._asker.forget(req_id)
+
+    def shutdown(self) -> None:
+        """As stock; nobody is asked any more."""
+        asker = getattr(self, "_asker", None)
+        if asker is not None:
+            asker.close()
+        super().shutdown()
 
 
 def _wrong_tp_size(got: int, expected: int) -> RequestError:

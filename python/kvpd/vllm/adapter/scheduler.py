@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -20,8 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 
 from kvpd.errors import RequestError
 from kvpd.vllm.adapter.groups import groups_of
+from kvpd.vllm.adapter.handshake import start_of
 from kvpd.vllm.adapter.listener import serve_handshakes
+from kvpd.vllm.adapter.releases import Releases
 from kvpd.vllm.adapter.windows import keep_for_last_token
+from kvpd.vllm.held import Records, content_digest
 from kvpd.vllm.pairing import Wanted
 from kvpd.vllm.prompt import Media, digest
 from kvpd.vllm.reference import Proof, Reference, Refusal, publish, referred
@@ -48,14 +52,15 @@ class Asked:
 class KvpdScheduler(NixlPullConnectorScheduler):
     """Stock's scheduler. A request's parameters are read once, here, and what is bad is refused.
 
-    Finished requests carry until when their blocks are kept, and a proof of their prompt.
+    Finished requests carry until when their blocks are kept, a proof of their prompt, and an id by
+    which the side channel says whether the blocks are still held.
     """
-
-    _nixl_handshake_listener = staticmethod(serve_handshakes)
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._has_states = groups_of(kv_cache_config) is None
+        self._records = Records()
+        self._nixl_handshake_listener = partial(serve_handshakes, records=self._records)
         self._asked: dict[str, Asked] = {}
         # To be failed by the workers, with the blocks that wait for nothing.
         self._refused: dict[str, tuple[Refusal, Sequence[Sequence[int]] | None]] = {}
@@ -143,7 +148,7 @@ class KvpdScheduler(NixlPullConnectorScheduler):
                 # Nothing that a refused request names may be told anything.
                 is_delayed, params = super().request_finished(request, block_ids)
             if params is not None:
-                publish(params, _proof(request, params))
+                publish(params, self._proof(request, params, is_delayed))
                 if (
                     # There stock reads it as a date that heartbeats do not move, and declines live
                     # leases.
@@ -159,6 +164,48 @@ class KvpdScheduler(NixlPullConnectorScheduler):
             # A lease of blocks that are freed now would be ended for a request nobody knows.
             self._reqs_need_send.pop(name, None)
         return is_delayed, params
+
+    def _proof(self, request: Any, params: dict[str, Any], is_delayed: bool) -> Proof:
+        """What this engine proves about the blocks of a finished request.
+
+        Of a prefill the prompt only: what it sampled is not what a decoder's request goes on with.
+        Of a decoder all that it computed, which the next turn's prompt repeats.
+        """
+        is_prefill = params["do_remote_prefill"]
+        have = request.num_prompt_tokens if is_prefill else max(0, request.num_tokens - 1)
+        num_computed = int(params["remote_num_tokens"])
+        covered = min(num_computed, int(have))
+        prompt = _digest(request, covered)
+        if not is_delayed:
+            return Proof(covered, prompt)
+        # Before the parameters leave: whoever reads the blocks may ask at once.
+        content = content_digest(params["remote_block_ids"], num_computed, covered, prompt)
+        return Proof(covered, prompt, self._records.enter(request.request_id, content).hex())
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """As stock. The caches were registered anew: what was held before is not any more."""
+        self._records.begin(start for payload in metadata.values() if (start := start_of(payload)))
+        super().set_xfer_handshake_metadata(metadata)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """As stock. vLLM frees what was sent as soon as this returns."""
+        releases = connector_output.kv_connector_worker_meta
+        if isinstance(releases, Releases):
+            for start, requests in releases.agents.items():
+                for name, agents in requests.items():
+                    self._records.release(name, start, agents)
+        for name in connector_output.finished_sending or ():
+            self._records.end(name)
+        super().update_connector_output(connector_output)
+
+    def let_go(self) -> None:
+        """The cache's content is about to be lost; nothing of it is held any more."""
+        self._records.clear()
+
+    def shutdown(self) -> None:
+        """As stock; nothing is held any more."""
+        self._records.clear()
+        super().shutdown()
 
     @contextmanager
     def _alone(self, request: Any) -> Iterator[None]:
@@ -258,18 +305,6 @@ class KvpdScheduler(NixlPullConnectorScheduler):
                 )
             first_blocks.append(first)
         return Wanted(tuple(map(tuple, waiting)), tuple(first_blocks), num_tokens)
-
-
-def _proof(request: Any, params: dict[str, Any]) -> Proof:
-    """What this engine proves about the blocks of a finished request.
-
-    Of a prefill the prompt only: what it sampled is not what a decoder's request goes on with. Of a
-    decoder all that it computed, which the next turn's prompt repeats.
-    """
-    is_prefill = params["do_remote_prefill"]
-    have = request.num_prompt_tokens if is_prefill else max(0, request.num_tokens - 1)
-    covered = min(int(params["remote_num_tokens"]), int(have))
-    return Proof(covered, _digest(request, covered))
 
 
 def _digest(request: Any, num_tokens: int) -> str | None:

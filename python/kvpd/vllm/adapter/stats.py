@@ -19,6 +19,7 @@ from kvpd.request import Ready
 READ_SECONDS = "kvpd_read_seconds"
 CONVERT_SECONDS = "kvpd_convert_seconds"
 QUEUED_SECONDS = "kvpd_queued_seconds"
+HELD_SECONDS = "kvpd_held_seconds"
 PAGES = "kvpd_pages_converted"
 BYTES = "kvpd_bytes_converted"
 UNTAGGED = "kvpd_untagged_peers"
@@ -28,7 +29,7 @@ PLACEMENTS = "kvpd_requests"
 FAILURES = "kvpd_failed_requests"
 SLAB_USE = "kvpd_slab_use"
 _LISTS = (
-    *(READ_SECONDS, CONVERT_SECONDS, QUEUED_SECONDS, PLACEMENTS, PAGES, BYTES),
+    *(READ_SECONDS, CONVERT_SECONDS, QUEUED_SECONDS, HELD_SECONDS, PLACEMENTS, PAGES, BYTES),
     *(UNTAGGED, SECOND_READERS, REFUSALS, FAILURES, SLAB_USE),
 )
 
@@ -59,6 +60,8 @@ class KvpdStats(NixlKVConnectorStats):
         self.data[READ_SECONDS].append(timings.read_seconds)
         self.data[CONVERT_SECONDS].append(timings.convert_seconds)
         self.data[QUEUED_SECONDS].append(timings.queued_seconds)
+        if timings.held_seconds is not None:
+            self.data[HELD_SECONDS].append(timings.held_seconds)
         if ready.is_converted:
             self.data[PAGES].append(ready.num_blocks)
             self.data[BYTES].append(ready.num_bytes)
@@ -142,6 +145,9 @@ class KvpdPromMetrics(NixlPromMetrics):
             ),
             QUEUED_SECONDS: histogram(
                 QUEUED_SECONDS, "Seconds one request waited for its turn to be read."
+            ),
+            HELD_SECONDS: histogram(
+                HELD_SECONDS, "Seconds until the peer had said that it still held what was read."
             ),
         }
         self._counters = {

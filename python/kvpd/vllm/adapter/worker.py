@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from kvpd._kvpd import EngineDescription, negotiate
 from kvpd.direct import DirectPart, Exporter
 from kvpd.errors import DirectError, KvpdError, SideChannelError, TransferError
 from kvpd.nixl import Agent, AgentName
-from kvpd.request import Failed, Outcome
+from kvpd.request import Failed, NotHeld, Outcome
 from kvpd.vllm.adapter.description import describe, stock_knows_pages
 from kvpd.vllm.adapter.handshake import (
     TaggedAgentMetadata,
@@ -37,6 +38,7 @@ from kvpd.vllm.adapter.proving import ProvingWorker
 from kvpd.vllm.adapter.stats import KvpdStats
 from kvpd.vllm.config import ConnectorConfig
 from kvpd.vllm.converters import register_converters
+from kvpd.vllm.held import new_id
 from kvpd.vllm.judgement import Digests, Local, paused, wrong_engine
 from kvpd.vllm.leases import Leases
 from kvpd.vllm.link import Link
@@ -60,7 +62,7 @@ class KvpdWorker(ProvingWorker):
         self._link: Link | None = None
         self._exporter: Exporter | None = None
         self._lost = LostPeers(time.perf_counter)
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        super().__init__(vllm_config, engine_id, kv_cache_config, self._config.held_timeout_seconds)
         # Stock compares digests before it decodes anything. Deferred to `add_remote_agent`.
         self._enforces_digest = self.enforce_compat_hash
         self.enforce_compat_hash = False
@@ -93,9 +95,13 @@ class KvpdWorker(ProvingWorker):
                 self.vllm_config, self._config, description, next(iter(kv_caches.values())).device
             ),
         )
+        self._start = new_id()
+        handshake = Handshake(
+            self.engine_id, description, direct=self._offer(description), start=self._start
+        )
         attach_tag(
             self.xfer_handshake_metadata,
-            encode_tag(Handshake(self.engine_id, description, direct=self._offer(description))),
+            encode_tag(handshake),
             "" if takes_stock or stock_knows_pages(self) else "pages that stock would misread",
         )
 
@@ -165,6 +171,7 @@ class KvpdWorker(ProvingWorker):
         peer = link.connect(judgement, meta.agent_metadata)
         if judgement.handshake is not None:
             self._tagged.add(engine_id)
+            self._note_owner(engine_id, remote_tp_rank, judgement.handshake.start)
         if peer is None:
             if judgement.handshake is not None:
                 # Equal bytes are proved; stock would only compare the names of layouts and
@@ -262,7 +269,16 @@ class KvpdWorker(ProvingWorker):
             self.xfer_stats.record_second_reader()
             self._recv_failures.add(request_id)
             return False
+        if not is_reader:
+            # It reads nothing. Its notice would let the prefill reuse what the other still reads.
+            if rest["awaiting_kvs"]:
+                self._recving_transfers.setdefault(request_id, [])
+            return True
+        is_only = self._readers.notifies(dst_engine_id, remote_request_id, request_id)
+        inquiry = self._inquiries.get(request_id)
         if not has_blocks or not link.serves(dst_engine_id):
+            if inquiry is not None:
+                inquiry.takes_released = is_only
             is_posted = bool(
                 super()._read_blocks(
                     read_spec=read_spec,
@@ -284,6 +300,9 @@ class KvpdWorker(ProvingWorker):
                 remote_ids,
                 notice=f"{remote_request_id}:{rest['expected_consumers']}".encode(),
                 deadline=deadline,
+                is_held=None
+                if inquiry is None
+                else partial(self._asker.is_held, request_id, inquiry),
             )
             is_posted = True
             if link.slab_use is not None:
@@ -298,6 +317,7 @@ class KvpdWorker(ProvingWorker):
         self._readers.end(req_id, is_released=False)
         if self._link is not None:
             self._link.abort(req_id)
+        super()._let_go(req_id)
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         """As stock, but a converted request is in flight until the link has its outcome."""
@@ -328,16 +348,42 @@ class KvpdWorker(ProvingWorker):
             with self._alone(outcome.request_id):
                 self._take(outcome, failed)
         came = {outcome.request_id for outcome in outcomes}
-        for name in done:
+        for name in list(done):
             with self._alone(name):
-                if name not in came and name not in failed and self._is_late(name):
-                    failed.add(name)
                 # Of a failed read no notice was sent, so that it may be asked for again.
-                self._readers.end(name, is_released=name not in failed)
-                self._leased.pop(name, None)
-                if name not in failed and name not in self._recv_failures:
+                is_released = name not in failed and name not in self._recv_failures
+                if name not in came and is_released:
+                    is_served = self._is_served(name)
+                    if is_served is None:
+                        # In flight, for everybody, until the owner has answered.
+                        done.remove(name)
+                        transfers[name] = []
+                        continue
+                    if not is_served:
+                        failed.add(name)
+                self._readers.end(name, is_released=is_released)
+                self._forget(name)
+                if is_released:
                     self._lost.was_read(self._engine_of(name))
         return done, failed
+
+    def _is_served(self, name: str) -> bool | None:
+        """Whether what a READ of stock's brought is the request's own; None: not known yet."""
+        inquiry = self._inquiries.get(name)
+        if inquiry is None:
+            return not self._is_late(name)
+        answer = self._asker.is_held(name, inquiry)
+        if isinstance(answer, NotHeld):
+            logger.error("%s: %s: %s", name, answer.code, answer.reason)
+            self.xfer_stats.record_failed_request(answer.code)
+            return False
+        return None if answer is None else True
+
+    def _forget(self, name: str) -> None:
+        """Nothing is awaited for a request any more."""
+        self._leased.pop(name, None)
+        self._inquiries.pop(name, None)
+        self._asker.forget(name)
 
     def _take(self, outcome: Outcome, failed: set[str]) -> None:
         """Note how a request of the link's ended."""
@@ -345,7 +391,12 @@ class KvpdWorker(ProvingWorker):
             self._lose(self._engine_of(outcome.request_id))
         if isinstance(outcome, Failed):
             logger.error("%s: %s: %s", outcome.request_id, outcome.code, outcome.reason)
-            self._handle_failed_transfer(outcome.request_id, None, failed)
+            if outcome.code in ("not-held", "held-unanswered"):
+                # The transfer did not fail, and the peer is as good as it was.
+                self.xfer_stats.record_failed_request(outcome.code)
+                failed.add(outcome.request_id)
+            else:
+                self._handle_failed_transfer(outcome.request_id, None, failed)
         else:
             self.xfer_stats.record_ready(outcome)
             if outcome.notice_error:
@@ -463,6 +514,7 @@ class KvpdWorker(ProvingWorker):
             self.dst_xfer_side_handles.pop(engine_id, None)
             self._remote_agents[engine_id] = {}
         self._tagged.discard(engine_id)
+        self._owners.pop(engine_id, None)
         super()._cleanup_remote_engine(engine_id, **options)
         if self._lost.is_known(engine_id):
             seconds = self._lost.let_go(engine_id)
