@@ -42,6 +42,7 @@ from kvpd.errors import (
     TransferError,
     WireError,
     WireVersionError,
+    WriteError,
 )
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "Verdict",
     "WireError",
     "WireVersionError",
+    "WriteError",
     "__version__",
     "cache_regions",
     "negotiate",
