@@ -68,12 +68,10 @@ def rows_of_heads(
     d = tl.arange(0, NUM)[None, None, :]
     pointers = base + rows[:, None, None] * token_stride + heads[None, :, None] * D + START + d
     if of_plan(PLAN, "has_vectors"):
-        # The host has checked addresses and strides.
-        V: tl.constexpr = VECTOR_BYTES // (base.dtype.element_ty.primitive_bitwidth // 8)
-        if NUM >= V:
-            pointers = tl.max_contiguous(
-                tl.multiple_of(pointers, (1, 1, VECTOR_BYTES)), (1, 1, V)
-            )
+        # Eight elements: a vector of 16-bit floats, half of one of 8-bit floats. The host has
+        # checked addresses and strides.
+        B: tl.constexpr = base.dtype.element_ty.primitive_bitwidth
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 1, B)), (1, 1, 8))
     return pointers
 
 
@@ -102,7 +100,7 @@ def quantised(values, scale, NAME: tl.constexpr):
 def for_cache(values, scale, PLAN: tl.constexpr):
     """Values as the pages keep them."""
     NAME: tl.constexpr = of_plan(PLAN, "cache_dtype")
-    if NAME == of_plan(PLAN, "dtype"):
+    if of_plan(PLAN, "dtype") == NAME:
         kept = values.to(element_type(NAME))
     else:
         kept = quantised(values, scale, NAME)
@@ -142,11 +140,8 @@ def store_rows(
     address = place[:, None, None] + heads.to(tl.int64)[None, :, None] * head_stride
     pointers = (address + channels[None, None, :]).to(tl.pointer_type(kept))
     # The cast from an integer forgets what is known of the address.
-    if of_component(PLAN, C, "has_channel_vectors"):
-        if NUM >= V and START % V == 0:
-            pointers = tl.max_contiguous(
-                tl.multiple_of(pointers, (1, 1, VECTOR_BYTES)), (1, 1, V)
-            )
+    if of_component(PLAN, C, "has_channel_vectors") and NUM >= V and START % V == 0:
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 1, VECTOR_BYTES)), (1, 1, V))
     mask = (is_kept & (slots >= 0))[:, None, None]
     mask = mask & (heads[None, :, None] < of_plan(PLAN, "num_kv_heads"))
     if LIMIT != NUM:
@@ -183,10 +178,16 @@ def inverse_rms(pointers, mask, epsilon, PLAN: tl.constexpr):
 
 
 @triton.jit
-def normed(values, scale, weight, START: tl.constexpr, NUM: tl.constexpr, LIMIT: tl.constexpr):
+def normed(
+    values, scale, weight,
+    START: tl.constexpr, NUM: tl.constexpr, LIMIT: tl.constexpr, IS_ALIGNED: tl.constexpr,
+):  # fmt: skip
     """values * scale * weight, rounded once to the type of the values, in float32 again."""
     d = tl.arange(0, NUM)
-    factors = tl.load(weight + START + d, mask=d < LIMIT, other=0.0).to(tl.float32)
+    pointers = weight + START + d
+    if IS_ALIGNED:
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (VECTOR_BYTES,)), (8,))
+    factors = tl.load(pointers, mask=d < LIMIT, other=0.0).to(tl.float32)
     product = values.to(tl.float32) * scale * factors[None, None, :]
     return product.to(values.dtype)
 
@@ -202,7 +203,7 @@ def load_part(
     mask = row_mask(rows, num_rows, heads, NUM_HEADS, LIMIT, NUM)
     values = tl.load(pointers, mask=mask)
     if of_plan(PLAN, "has_norm"):
-        values = normed(values, scale, weight, START, NUM, LIMIT)
+        values = normed(values, scale, weight, START, NUM, LIMIT, of_plan(PLAN, "has_vectors"))
     return values
 
 
@@ -214,9 +215,13 @@ def cos_and_sin(positions, cos_sin, cos_sin_stride, rows, num_rows, PLAN: tl.con
     position = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.int64)
     d = tl.arange(0, NUM)
     mask = (rows < num_rows)[:, None] & (d < HALF)[None, :]
-    entry = cos_sin + position[:, None] * cos_sin_stride + d[None, :]
-    cos = tl.load(entry, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(entry + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos_at = cos_sin + position[:, None] * cos_sin_stride + d[None, :]
+    sin_at = cos_at + HALF
+    if of_plan(PLAN, "has_vectors"):
+        cos_at = tl.max_contiguous(tl.multiple_of(cos_at, (1, VECTOR_BYTES)), (1, 8))
+        sin_at = tl.max_contiguous(tl.multiple_of(sin_at, (1, VECTOR_BYTES)), (1, 8))
+    cos = tl.load(cos_at, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_at, mask=mask, other=0.0).to(tl.float32)
     return cos[:, None, :], sin[:, None, :]
 
 
@@ -326,9 +331,7 @@ def copy_rows(
     pointers = rows_of_heads(source, source_stride, rows, heads, 0, NUM, PLAN)
     mask = row_mask(rows, num_rows, heads, of_plan(PLAN, "num_kv_heads"), D, NUM)
     values = for_cache(tl.load(pointers, mask=mask), cache_scale, PLAN)
-    store_rows(
-        values, slots, heads, is_kept, pages, block_stride, head_stride, 0, NUM, D, PLAN, C
-    )
+    store_rows(values, slots, heads, is_kept, pages, block_stride, head_stride, 0, NUM, D, PLAN, C)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpd.convert.axes import VECTOR_BYTES
 from kvpd.errors import MissingDependencyError, WriteError
 from kvpd.write.places import places_of
 from kvpd.write.plan import Work, WritePlan, WriteTuning, plan_write
@@ -89,6 +88,10 @@ class TritonWriter(Writer):
         rotation, norm, scales = batch.rotation, batch.norm, batch.scales
         if plan.has_vectors:
             _check_vectors(query=query, key=key, value=value, query_out=query_out, key_out=key_out)
+            if rotation is not None:
+                _check_vectors(cos_sin=rotation.cos_sin)
+            if norm is not None:
+                _check_vectors(query_weight=norm.query_weight, key_weight=norm.key_weight)
         blocks = -(-num_rows // plan.num_rows)
         if not blocks:
             return
@@ -128,14 +131,17 @@ class TritonWriter(Writer):
 
 
 def _check_vectors(**tensors: torch.Tensor) -> None:
-    """Refuse rows that 16-byte accesses would miss: the kernel is compiled for aligned ones."""
+    """Refuse rows that vector accesses would miss: the kernel is compiled for aligned ones."""
     for field, tensor in tensors.items():
-        row_bytes = tensor.stride(0) * tensor.element_size()
-        if tensor.data_ptr() % VECTOR_BYTES or (tensor.shape[0] > 1 and row_bytes % VECTOR_BYTES):
+        # Eight elements, whatever their size.
+        size = tensor.element_size()
+        vector_bytes = 8 * size
+        row_bytes = tensor.stride(0) * size if tensor.dim() > 1 and tensor.shape[0] > 1 else 0
+        if tensor.data_ptr() % vector_bytes or row_bytes % vector_bytes:
             raise WriteError(
                 f"{field} begins at {tensor.data_ptr():#x} with rows {row_bytes} bytes apart",
                 code="unaligned",
                 field=field,
                 got=f"{tensor.data_ptr():#x}, {row_bytes}",
-                expected=f"multiples of {VECTOR_BYTES}",
+                expected=f"multiples of {vector_bytes}",
             )

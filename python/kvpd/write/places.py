@@ -1,9 +1,9 @@
-"""Where K and V of a layer begin: an address and two strides each, out of the pieces of its pages."""
+"""Where K and V of a layer begin: an address and two strides each, from its pages' pieces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from kvpd.convert.axes import VECTOR_BYTES
@@ -58,7 +58,7 @@ def _place(pages: Pages, layer: int, component: Component) -> Place:
         piece, offset = found
         addresses.append(piece.data_ptr() + offset)
         strides.add(piece.stride(0))
-    steps = {b - a for a, b in zip(addresses, addresses[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(addresses)}
     if len(steps) > 1 or len(strides) > 1:
         raise WriteError(
             f"{component.name}: heads lie {sorted(steps)} bytes apart, blocks {sorted(strides)}",

@@ -38,21 +38,24 @@ class ReferenceWriter(Writer):
         if batch.rotation is not None:
             norm, rotation = batch.norm, batch.rotation
             if batch.query is not None:
-                query = _turned(batch.query, rotation, norm, norm and norm.query_weight)
+                query = _turned(batch.query, rotation, norm, norm.query_weight if norm else None)
                 out = batch.query if batch.query_out is None else batch.query_out
                 if work.query_dtype in EIGHT_BIT_FLOATS:
                     scale = batch.scales.query if batch.scales is not None else None
                     assert scale is not None  # checked by the caller
                     query = _saturated(query.float() * (1 / scale), out.dtype)
                 out.copy_(query)
-            key = _turned(batch.key, rotation, norm, norm and norm.key_weight)
+            key = _turned(batch.key, rotation, norm, norm.key_weight if norm else None)
             (batch.key if batch.key_out is None else batch.key_out).copy_(key)
         slots = batch.slots.long()
         self._check_slots(slots)
         kept = slots >= 0
         scales = batch.scales
-        self._store("k", key[: len(slots)][kept], scales and scales.key, slots[kept])
-        self._store("v", batch.value[: len(slots)][kept], scales and scales.value, slots[kept])
+        for name, rows, scale in (
+            ("k", key, scales.key if scales else None),
+            ("v", batch.value, scales.value if scales else None),
+        ):
+            self._store(name, rows[: len(slots)][kept], scale, slots[kept])
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         """Refuse slots behind the last block, where they can be looked at."""

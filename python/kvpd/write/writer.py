@@ -76,7 +76,7 @@ class Writer(ABC):
     """
 
     def __init__(self, pages: Pages, layer: int) -> None:
-        """Raises `WriteError` for a format that holds other things than K and V, or no such layer."""
+        """Raises `WriteError` where there is no such layer, or pages hold more than K and V."""
         if not 0 <= layer < pages.num_layers:
             raise WriteError(
                 f"layer {layer} of {pages.num_layers}",
@@ -128,7 +128,7 @@ class Writer(ABC):
 
     def _checked(self, batch: Batch) -> Work:
         rows, dtype = batch.key.shape[0], batch.key.dtype
-        heads, dim = self._component.heads, self._component.channels
+        heads = self._component.heads
         self._check_rows("key", batch.key, rows, heads, dtype)
         self._check_rows("value", batch.value, rows, heads, dtype)
         slots = batch.slots
@@ -169,7 +169,6 @@ class Writer(ABC):
                 got=", ".join(sorted(map(str, devices))),
                 expected=str(self.pages.device),
             )
-        del dim
         return work
 
     def _checked_rotation(self, batch: Batch, rotation: Rotation, rows: int) -> Work:
@@ -222,9 +221,7 @@ class Writer(ABC):
 def _share(batch: Batch) -> bool:
     """Whether something is written to where something is read from."""
     pairs = ((batch.query, batch.query_out), (batch.key, batch.key_out))
-    return any(
-        a is not None and b is not None and a.data_ptr() == b.data_ptr() for a, b in pairs
-    )
+    return any(a is not None and b is not None and a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:
