@@ -127,8 +127,7 @@ class FusedWriters:
         sizes = [number * self.head_size for number in heads]
         parts = torch.split_with_sizes(qkv, sizes, dim=-1)
         query, key, value = (
-            part.unflatten(-1, (number, self.head_size))
-            for part, number in zip(parts, heads, strict=True)
+            part.view(-1, number, self.head_size) for part, number in zip(parts, heads, strict=True)
         )
         self._kvpd_writer(kv_cache, qkv.dtype)(
             key,
