@@ -42,13 +42,16 @@ class Engines:
 
 def _load_operators() -> bool:
     """Whether vLLM's compiled operators are there. Its Python is not imported: it takes long."""
-    spec = importlib.util.find_spec("vllm")
+    # Its build for CPUs has one library per instruction set, of which only one may be loaded.
+    spec = importlib.util.find_spec("vllm") if torch.cuda.is_available() else None
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for library in sorted(Path(folder).glob("_C*.so")):
-            try:
+            if not _are_operators_loaded():
                 torch.ops.load_library(library)  # type: ignore[no-untyped-call]
-            except OSError:
-                continue
+    return _are_operators_loaded()
+
+
+def _are_operators_loaded() -> bool:
     return hasattr(torch.ops._C, "rotary_embedding") and hasattr(torch.ops._C, "rms_norm")
 
 
