@@ -20,7 +20,7 @@ import triton
 from triton.compiler import ASTSource
 
 from kvpd import PageFormat
-from kvpd.write.launch import FEW, MANY
+from kvpd.write.launch import tuning_for
 from kvpd.write.plan import Work, WritePlan, plan_write
 from tests.convert.compile_probe import (
     AMDGCN,
@@ -43,7 +43,7 @@ WORKS = {
     "gptj": Work(32, "bfloat16", rotary_dim=64, is_neox=False, is_in_place=True),
     "norm": Work(32, "bfloat16", rotary_dim=128, has_norm=True),
 }
-TUNINGS = {"few": FEW, "many": MANY}
+ROWS = {"few": 1, "some": 128, "many": 2048}
 
 
 def main() -> None:
@@ -70,11 +70,13 @@ def _kernel(path: Path | None) -> Any:
 
 
 def _facts(kernel: Any, only: str) -> Iterator[dict[str, Any]]:
-    for format, work, tuning, chip in product(FORMATS, WORKS, TUNINGS, TARGETS):
-        name = f"{format}-{work}-{tuning}-{chip}"
+    for format, work, rows, chip in product(FORMATS, WORKS, ROWS, TARGETS):
+        name = f"{format}-{work}-{rows}-{chip}"
         if only in name:
-            plan = plan_write(FORMATS[format], WORKS[work], TUNINGS[tuning])
-            yield {"name": name, **_compile(kernel, plan, TUNINGS[tuning].num_warps, chip)}
+            element_bytes = FORMATS[format].components[0].element_bytes
+            tuning = tuning_for(ROWS[rows], element_bytes)
+            plan = plan_write(FORMATS[format], WORKS[work], tuning)
+            yield {"name": name, **_compile(kernel, plan, tuning.num_warps, chip)}
 
 
 def _compile(kernel: Any, plan: WritePlan, num_warps: int, chip: str) -> dict[str, Any]:

@@ -348,30 +348,41 @@ def is_in_group(slots, rows, own, num_slots, GROUP: tl.constexpr):
 
 
 @triton.jit
-def copy_group(
-    source, source_stride, start, slot, heads, pages, block_stride, head_stride, cache_scale,
+def load_group(
+    source, source_stride, start, num_slots, heads, cache_scale,
     PLAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A vector of tokens, from row `start` and slot `slot` on, in 16-byte stores."""
+    """Elements [heads and channels, tokens] of a vector of tokens from row `start` on."""
+    D: tl.constexpr = of_plan(PLAN, "head_dim")
+    H: tl.constexpr = of_plan(PLAN, "num_heads")
+    NUM: tl.constexpr = padded(D)
+    V: tl.constexpr = of_component(PLAN, C, "num_vector")
+    rows = start.to(tl.int64) + tl.arange(0, V)
+    pointers = rows_of_heads(source, source_stride, rows, heads, 0, NUM, PLAN)
+    mask = row_mask(rows, num_slots, heads, of_plan(PLAN, "num_kv_heads"), D, NUM)
+    values = for_cache(tl.load(pointers, mask=mask), cache_scale, PLAN)
+    return tl.reshape(tl.permute(values, (1, 2, 0)), (H * NUM, V))
+
+
+@triton.jit
+def store_group(
+    values, slot, heads, pages, block_stride, head_stride, PLAN: tl.constexpr, C: tl.constexpr
+):
+    """Write what `load_group` returned from slot `slot` on, in 16-byte stores."""
     D: tl.constexpr = of_plan(PLAN, "head_dim")
     N: tl.constexpr = of_plan(PLAN, "tokens")
     H: tl.constexpr = of_plan(PLAN, "num_heads")
-    NUM_HEADS: tl.constexpr = of_plan(PLAN, "num_kv_heads")
     NUM: tl.constexpr = padded(D)
     V: tl.constexpr = of_component(PLAN, C, "num_vector")
     kept: tl.constexpr = element_type(of_plan(PLAN, "cache_dtype"))
-    rows = start.to(tl.int64) + tl.arange(0, V)
-    pointers = rows_of_heads(source, source_stride, rows, heads, 0, NUM, PLAN)
-    mask = row_mask(rows, start + V, heads, NUM_HEADS, D, NUM)
-    values = for_cache(tl.load(pointers, mask=mask), cache_scale, PLAN)
-    values = tl.reshape(tl.permute(values, (1, 2, 0)), (H * NUM, V))
     which = tl.arange(0, H * NUM)
     head, d = tl.min(heads, axis=0) + which // NUM, which % NUM
     place = pages + (slot // N) * block_stride + token_offset(slot % N, PLAN, C)
     address = place + head.to(tl.int64) * head_stride + channel_offset(d, PLAN, C)
     pointers = address[:, None].to(tl.pointer_type(kept)) + tl.arange(0, V)[None, :]
     pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, VECTOR_BYTES)), (1, V))
-    tl.store(pointers, values, mask=((head < NUM_HEADS) & (d < D))[:, None])
+    mask = (head < of_plan(PLAN, "num_kv_heads")) & (d < D)
+    tl.store(pointers, values, mask=mask[:, None])
 
 
 @triton.jit
@@ -388,15 +399,21 @@ def copy_groups(
     for part in tl.static_range(R // V):
         rows = first_row + part * V + tl.arange(0, V)
         own = tl.load(all_slots + rows, mask=rows < num_slots, other=-1).to(tl.int64)
+        # Where the vector begins if the first row's neighbours follow it. Loaded before that is
+        # known: in a chunk it is so, and one wait for memory is saved.
+        lead = tl.sum(tl.where(tl.arange(0, V) == 0, own, 0), axis=0)
+        guess = first_row + part * V + ((V - lead % V) % V).to(tl.int32)
+        values = load_group(source, source_stride, guess, num_slots, heads, cache_scale, PLAN, C)
         grouped = is_in_group(all_slots, rows, own, num_slots, V)
         # Two vectors are at least a vector of rows apart, so at most one starts here.
         start = tl.max(tl.where(grouped & (own % V == 0), rows, -1), axis=0)
         if start >= 0:
-            slot = tl.load(all_slots + start).to(tl.int64)
-            copy_group(
-                source, source_stride, start, slot, heads,
-                pages, block_stride, head_stride, cache_scale, PLAN, C,
-            )  # fmt: skip
+            if start != guess:
+                values = load_group(
+                    source, source_stride, start, num_slots, heads, cache_scale, PLAN, C
+                )
+            slot = tl.sum(tl.where(rows == start, own, 0), axis=0)
+            store_group(values, slot, heads, pages, block_stride, head_stride, PLAN, C)
         left = (own >= 0) & (grouped == 0)
         if tl.max(left.to(tl.int32), axis=0) > 0:
             copy_rows(

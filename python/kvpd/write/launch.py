@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpd.convert.axes import VECTOR_BYTES
 from kvpd.errors import MissingDependencyError, WriteError
 from kvpd.write.places import places_of
-from kvpd.write.plan import Work, WritePlan, WriteTuning, plan_write
+from kvpd.write.plan import Work, WritePlan, WriteTuning, are_vectors, plan_write
 from kvpd.write.writer import Batch, Writer
 
 try:
@@ -27,13 +28,26 @@ from kvpd.write.kernels import write_kernel
 if TYPE_CHECKING:
     from kvpd.convert import Pages
 
-# Few tokens: as many programs as there can be, each short. Many: whole vectors of tokens.
-FEW = WriteTuning(num_rows=1, num_heads=4, num_warps=1)
-MANY = WriteTuning(num_rows=16, num_heads=1, num_warps=4)
-# From here on there are programs enough without a program per token.
-MANY_ROWS = 256
+# Up to so many rows: as many programs as there can be, each short.
+_FEW_ROWS = 32
+# From here on there are programs enough without one per token.
+_MANY_ROWS = 256
+_HIP = torch.version.hip is not None
 
-_plans: dict[tuple[Any, ...], WritePlan] = {}
+_Kind = tuple[Any, ...]
+# By format, work, tuning and device; shared by all layers.
+_plans: dict[_Kind, WritePlan] = {}
+_compiled: dict[_Kind, Any] = {}
+
+
+def tuning_for(num_rows: int, element_bytes: int) -> WriteTuning:
+    """How a batch is cut into programs, by its rows and by the width of the pages' elements."""
+    if num_rows <= _FEW_ROWS:
+        return WriteTuning(num_rows=1, num_heads=2, num_warps=1)
+    if num_rows <= _MANY_ROWS:
+        return WriteTuning(num_rows=1, num_heads=4, num_warps=1)
+    # A vector of tokens, so that pages which keep tokens together take it in one store.
+    return WriteTuning(num_rows=VECTOR_BYTES // element_bytes, num_heads=1, num_warps=1)
 
 
 class TritonWriter(Writer):
@@ -47,7 +61,9 @@ class TritonWriter(Writer):
         """
         super().__init__(pages, layer)
         self._tuning = tuning
-        self._key_place, self._value_place = places_of(pages, layer)
+        self._places = tuple(
+            number for place in places_of(pages, layer) for number in vars(place).values()
+        )
         device = pages.device
         # Decided when the kernel was imported, not by the environment of this call.
         self._interpreted = not isinstance(write_kernel, triton.JITFunction)
@@ -61,6 +77,12 @@ class TritonWriter(Writer):
             )
         self._device_index = device.index
 
+    def _checked(self, batch: Batch) -> Work:
+        work = super()._checked(batch)
+        if are_vectors(self._component.channels, work.rotary_dim):
+            _check_vectors(batch)
+        return work
+
     def _run(self, batch: Batch, work: Work) -> None:
         if self._interpreted or self._device_index == torch.cuda.current_device():
             self._launch(batch, work)
@@ -70,32 +92,22 @@ class TritonWriter(Writer):
                 self._launch(batch, work)
 
     def _launch(self, batch: Batch, work: Work) -> None:
-        num_rows, num_slots = batch.key.shape[0], batch.slots.numel()
-        if batch.rotation is None:
-            num_rows = num_slots
-        tuning = self._tuning
-        if tuning is None:
-            tuning = FEW if num_rows < MANY_ROWS else MANY
-        identity = (self.pages.format, work, tuning)
-        plan = _plans.get(identity)
+        num_slots = batch.slots.shape[0]
+        num_rows = num_slots if batch.rotation is None else batch.key.shape[0]
+        if not num_rows:
+            return
+        tuning = self._tuning or tuning_for(num_rows, self._component.element_bytes)
+        kind = (self.pages.format, work, tuning, batch.slots.dtype, self._device_index)
+        plan = _plans.get(kind)
         if plan is None:
-            plan = _plans[identity] = plan_write(self.pages.format, work, tuning)
+            plan = _plans[kind] = plan_write(self.pages.format, work, tuning)
         key, value = batch.key, batch.value
         # What the plan does not ask for is never looked at.
         query = key if batch.query is None else batch.query
         query_out = query if batch.query_out is None else batch.query_out
         key_out = key if batch.key_out is None else batch.key_out
         rotation, norm, scales = batch.rotation, batch.norm, batch.scales
-        if plan.has_vectors:
-            _check_vectors(query=query, key=key, value=value, query_out=query_out, key_out=key_out)
-            if rotation is not None:
-                _check_vectors(cos_sin=rotation.cos_sin)
-            if norm is not None:
-                _check_vectors(query_weight=norm.query_weight, key_weight=norm.key_weight)
-        blocks = -(-num_rows // plan.num_rows)
-        if not blocks:
-            return
-        write_kernel[(blocks, plan.num_query_groups + 2 * plan.num_kv_groups)](
+        tensors = (
             query,
             key,
             value,
@@ -109,6 +121,8 @@ class TritonWriter(Writer):
             key if scales is None or scales.query is None else scales.query,
             key if scales is None else scales.key,
             key if scales is None else scales.value,
+        )
+        numbers = (
             0.0 if norm is None else norm.epsilon,
             num_rows,
             num_slots,
@@ -118,21 +132,38 @@ class TritonWriter(Writer):
             query_out.stride(0),
             key_out.stride(0),
             0 if rotation is None else rotation.cos_sin.stride(0),
-            self._key_place.address,
-            self._key_place.block_stride_bytes,
-            self._key_place.head_stride_bytes,
-            self._value_place.address,
-            self._value_place.block_stride_bytes,
-            self._value_place.head_stride_bytes,
+            *self._places,
+        )
+        grid = (-(-num_rows // plan.num_rows), plan.num_query_groups + 2 * plan.num_kv_groups, 1)
+        compiled = _compiled.get(kind)
+        if compiled is not None and not self._interpreted:
+            # Triton's own call looks it up by all arguments again, which takes longer than the
+            # kernel. What was compiled takes placeholders for its constants.
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            compiled[grid](*addresses, *numbers, plan, _HIP)
+            return
+        _compiled[kind] = write_kernel[grid](
+            *tensors,
+            *numbers,
             PLAN=plan,
-            HIP=torch.version.hip is not None,
+            HIP=_HIP,
             num_warps=tuning.num_warps,
         )
 
 
-def _check_vectors(**tensors: torch.Tensor) -> None:
+def _check_vectors(batch: Batch) -> None:
     """Refuse rows that vector accesses would miss: the kernel is compiled for aligned ones."""
+    tensors: dict[str, torch.Tensor | None] = {
+        name: getattr(batch, name) for name in ("query", "key", "value", "query_out", "key_out")
+    }
+    if batch.rotation is not None:
+        tensors["rotation.cos_sin"] = batch.rotation.cos_sin
+    if batch.norm is not None:
+        tensors["norm.query_weight"] = batch.norm.query_weight
+        tensors["norm.key_weight"] = batch.norm.key_weight
     for field, tensor in tensors.items():
+        if tensor is None:
+            continue
         # Eight elements, whatever their size.
         size = tensor.element_size()
         vector_bytes = 8 * size

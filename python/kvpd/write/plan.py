@@ -217,13 +217,13 @@ def plan_write(format: PageFormat, work: Work, tuning: WriteTuning) -> WritePlan
         has_norm=work.has_norm,
         is_in_place=work.is_in_place,
         # Halves of a head begin at whole vectors too, or the hints would not hold.
-        has_vectors=_are_vectors(key.channels, work.rotary_dim),
+        has_vectors=are_vectors(key.channels, work.rotary_dim),
     )
     fields = {name: getattr(plan, name) for name in plan.__dataclass_fields__ if name != "digest"}
     return replace(plan, digest=sha256(repr(fields).encode()).hexdigest())
 
 
-def _are_vectors(channels: int, rotary_dim: int) -> bool:
+def are_vectors(channels: int, rotary_dim: int) -> bool:
     """Whether heads, their halves and what is not rotated are made of 16-byte vectors."""
     num_vector = VECTOR_BYTES // 2
     return channels % num_vector == 0 and (rotary_dim // 2) % num_vector == 0

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from kvpd.convert import Pages
+from kvpd.convert.axes import VECTOR_BYTES
 from kvpd.errors import WriteError
 from kvpd.write.plan import EIGHT_BIT_FLOATS, Work, check_work, key_and_value
 
 _SLOT_DTYPES = (torch.int32, torch.int64)
+# Calls that were checked: what each of them does.
+_known: dict[tuple[object, ...], Work] = {}
+_MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,14 @@ class Writer(ABC):
             WriteError: a tensor breaks this contract.
         """
         batch = Batch(key, value, slots, query, rotation, norm, query_out, key_out, scales)
-        work = self._checked(batch)
+        # The checks take longer than a launch: once for all layers that are called alike.
+        kind = (type(self), self.pages.format, self.pages.device, _kind(batch))
+        work = _known.get(kind)
+        if work is None:
+            work = self._checked(batch)
+            if len(_known) >= _MAX_KNOWN:
+                _known.clear()
+            _known[kind] = work
         if key.shape[0]:
             self._run(batch, work)
 
@@ -160,7 +171,8 @@ class Writer(ABC):
             scale = getattr(scales, field) if scales is not None else None
             if needed and (scale is None or scale.dtype != torch.float32 or scale.numel() != 1):
                 raise _wrong(f"scales.{field}", scale, "float32, one element")
-        devices = {tensor.device for tensor in _tensors(batch)} | {self.pages.device}
+        given = [tensor for tensor in _all_tensors(batch) if tensor is not None]
+        devices = {tensor.device for tensor in given} | {self.pages.device}
         if len(devices) > 1:
             raise WriteError(
                 f"tensors and pages are on {', '.join(sorted(map(str, devices)))}",
@@ -218,21 +230,48 @@ class Writer(ABC):
             raise _wrong(field, tensor, f"strides [any, {dim}, 1]")
 
 
+def _kind(batch: Batch) -> tuple[object, ...]:
+    """Everything that the checks look at."""
+    traits = [
+        None
+        if tensor is None
+        else (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.get_device(),
+            tensor.data_ptr() % VECTOR_BYTES,
+        )
+        for tensor in _all_tensors(batch)
+    ]
+    is_neox = None if batch.rotation is None else batch.rotation.is_neox
+    return (*traits, is_neox, batch.norm is None, _share(batch))
+
+
 def _share(batch: Batch) -> bool:
     """Whether something is written to where something is read from."""
     pairs = ((batch.query, batch.query_out), (batch.key, batch.key_out))
     return any(a is not None and b is not None and a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
-def _tensors(batch: Batch) -> list[torch.Tensor]:
-    found = [batch.key, batch.value, batch.slots, batch.query, batch.query_out, batch.key_out]
-    if batch.rotation is not None:
-        found += [batch.rotation.positions, batch.rotation.cos_sin]
-    if batch.norm is not None:
-        found += [batch.norm.query_weight, batch.norm.key_weight]
-    if batch.scales is not None:
-        found += [batch.scales.key, batch.scales.value, batch.scales.query]
-    return [tensor for tensor in found if tensor is not None]
+def _all_tensors(batch: Batch) -> tuple[torch.Tensor | None, ...]:
+    """In a fixed order, None for each that was not given."""
+    rotation, norm, scales = batch.rotation, batch.norm, batch.scales
+    return (
+        batch.key,
+        batch.value,
+        batch.slots,
+        batch.query,
+        batch.query_out,
+        batch.key_out,
+        None if rotation is None else rotation.positions,
+        None if rotation is None else rotation.cos_sin,
+        None if norm is None else norm.query_weight,
+        None if norm is None else norm.key_weight,
+        None if scales is None else scales.key,
+        None if scales is None else scales.value,
+        None if scales is None else scales.query,
+    )
 
 
 def _dense(tensor: torch.Tensor) -> bool:
