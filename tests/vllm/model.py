@@ -37,10 +37,13 @@ class ModelSize:
     layers: int = LAYERS
     hidden: int = 256
     max_tokens: int = 4096
+    has_qk_norm: bool = True
+    """Otherwise it is a Llama model with the same weights."""
 
     @property
     def name(self) -> str:
-        return f"l{self.layers}-w{self.hidden}-t{self.max_tokens}"
+        kind = "" if self.has_qk_norm else "-llama"
+        return f"l{self.layers}-w{self.hidden}-t{self.max_tokens}{kind}"
 
 
 def build_model(directory: Path, shape: ModelShape, size: ModelSize = ModelSize()) -> Path:
@@ -52,8 +55,8 @@ def build_model(directory: Path, shape: ModelShape, size: ModelSize = ModelSize(
     hidden, query_heads = size.hidden, 2 * shape.kv_heads
     _write_safetensors(path / "model.safetensors", _weights(shape, size, query_heads))
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM" if size.has_qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if size.has_qk_norm else "llama",
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": size.layers,
@@ -105,12 +108,13 @@ def _weights(shape: ModelShape, size: ModelSize, query_heads: int) -> dict[str, 
             prefix + "self_attn.v_proj.weight": normal(kv_size, hidden, scale=unit),
             # A large output projection: the residual stream is mostly attention.
             prefix + "self_attn.o_proj.weight": normal(hidden, q_size, scale=3.0 * q_size**-0.5),
-            prefix + "self_attn.q_norm.weight": ones(shape.head_dim, 1.5),
-            prefix + "self_attn.k_norm.weight": ones(shape.head_dim, 1.5),
             prefix + "mlp.gate_proj.weight": normal(2 * hidden, hidden, scale=unit),
             prefix + "mlp.up_proj.weight": normal(2 * hidden, hidden, scale=unit),
             prefix + "mlp.down_proj.weight": normal(hidden, 2 * hidden, scale=0.3 * unit),
         }
+        if size.has_qk_norm:
+            for name in ("q_norm", "k_norm"):
+                weights[f"{prefix}self_attn.{name}.weight"] = ones(shape.head_dim, 1.5)
     return weights
 
 

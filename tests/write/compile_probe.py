@@ -74,7 +74,8 @@ def _facts(kernel: Any, only: str) -> Iterator[dict[str, Any]]:
         name = f"{format}-{work}-{rows}-{chip}"
         if only in name:
             element_bytes = FORMATS[format].components[0].element_bytes
-            tuning = tuning_for(ROWS[rows], element_bytes)
+            hip = TARGETS[chip].backend == "hip"
+            tuning = tuning_for(ROWS[rows], element_bytes, hip=hip)
             plan = plan_write(FORMATS[format], WORKS[work], tuning)
             yield {"name": name, **_compile(kernel, plan, tuning.num_warps, chip)}
 

@@ -40,12 +40,19 @@ _plans: dict[_Kind, WritePlan] = {}
 _compiled: dict[_Kind, Any] = {}
 
 
-def tuning_for(num_rows: int, element_bytes: int) -> WriteTuning:
-    """How a batch is cut into programs, by its rows and by the width of the pages' elements."""
+def tuning_for(num_rows: int, element_bytes: int, *, hip: bool) -> WriteTuning:
+    """How a batch is cut into programs.
+
+    Args:
+        num_rows: its rows.
+        element_bytes: width of the pages' elements.
+        hip: for an AMD GPU, whose warps have twice as many threads.
+    """
+    wider = 2 if hip else 1
     if num_rows <= _FEW_ROWS:
-        return WriteTuning(num_rows=1, num_heads=2, num_warps=1)
+        return WriteTuning(num_rows=1, num_heads=2 * wider, num_warps=1)
     if num_rows <= _MANY_ROWS:
-        return WriteTuning(num_rows=1, num_heads=4, num_warps=1)
+        return WriteTuning(num_rows=1, num_heads=4 * wider, num_warps=1)
     # A vector of tokens, so that pages which keep tokens together take it in one store.
     return WriteTuning(num_rows=VECTOR_BYTES // element_bytes, num_heads=1, num_warps=1)
 
@@ -96,7 +103,7 @@ class TritonWriter(Writer):
         num_rows = num_slots if batch.rotation is None else batch.key.shape[0]
         if not num_rows:
             return
-        tuning = self._tuning or tuning_for(num_rows, self._component.element_bytes)
+        tuning = self._tuning or tuning_for(num_rows, self._component.element_bytes, hip=_HIP)
         kind = (self.pages.format, work, tuning, batch.slots.dtype, self._device_index)
         plan = _plans.get(kind)
         if plan is None:
