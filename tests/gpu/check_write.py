@@ -105,8 +105,8 @@ def test_a_graph_allocates_nothing() -> None:
     writer = prepare(setup.cache.pages, 1)
     writer(setup.key, setup.value, setup.slots, **setup.arguments)
     graph = torch.cuda.CUDAGraph()
-    allocated = torch.cuda.memory_allocated()
     with torch.cuda.graph(graph):
+        allocated = torch.cuda.memory_allocated()
         writer(setup.key, setup.value, setup.slots, **setup.arguments)
         assert torch.cuda.memory_allocated() == allocated
     setup.cache.memory.copy_(untouched)

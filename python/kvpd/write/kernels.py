@@ -399,20 +399,14 @@ def copy_groups(
     for part in tl.static_range(R // V):
         rows = first_row + part * V + tl.arange(0, V)
         own = tl.load(all_slots + rows, mask=rows < num_slots, other=-1).to(tl.int64)
-        # Where the vector begins if the first row's neighbours follow it. Loaded before that is
-        # known: in a chunk it is so, and one wait for memory is saved.
-        lead = tl.sum(tl.where(tl.arange(0, V) == 0, own, 0), axis=0)
-        guess = first_row + part * V + ((V - lead % V) % V).to(tl.int32)
-        values = load_group(source, source_stride, guess, num_slots, heads, cache_scale, PLAN, C)
         grouped = is_in_group(all_slots, rows, own, num_slots, V)
         # Two vectors are at least a vector of rows apart, so at most one starts here.
         start = tl.max(tl.where(grouped & (own % V == 0), rows, -1), axis=0)
         if start >= 0:
-            if start != guess:
-                values = load_group(
-                    source, source_stride, start, num_slots, heads, cache_scale, PLAN, C
-                )
             slot = tl.sum(tl.where(rows == start, own, 0), axis=0)
+            values = load_group(
+                source, source_stride, start, num_slots, heads, cache_scale, PLAN, C
+            )
             store_group(values, slot, heads, pages, block_stride, head_stride, PLAN, C)
         left = (own >= 0) & (grouped == 0)
         if tl.max(left.to(tl.int32), axis=0) > 0:
