@@ -161,9 +161,9 @@ def test_aiter_answers_for_shuffled_pages_only(monkeypatch: pytest.MonkeyPatch) 
     from vllm._aiter_ops import rocm_aiter_ops
     from vllm.v1.attention.backends.rocm_aiter_fa import AiterFlashAttentionBackend
 
-    from kvpd.vllm.adapter.aiter_fa import FusedAiterFlashAttentionBackend
+    from kvpd.vllm.adapter import aiter_fa
 
-    backend: Any = FusedAiterFlashAttentionBackend
+    backend: Any = aiter_fa.FusedAiterFlashAttentionBackend
     assert backend.full_cls_name() == AiterFlashAttentionBackend.full_cls_name()
     impl = backend.get_impl_cls().__new__(backend.get_impl_cls())
     impl.num_heads, impl.num_kv_heads, impl.head_size = HEADS, KV_HEADS, DIM
@@ -174,6 +174,11 @@ def test_aiter_answers_for_shuffled_pages_only(monkeypatch: pytest.MonkeyPatch) 
         )
         assert impl.fused_rope_kvcache_supported() == is_shuffled
         assert impl.fused_qk_norm_rope_kvcache_supported() == is_shuffled
+    impl.kv_cache_dtype = "fp8"
+    for has_scales in (False, True):
+        monkeypatch.setattr(aiter_fa, "_HAS_SCALES", has_scales)
+        assert impl.fused_rope_kvcache_supported() == has_scales
+    impl.kv_cache_dtype = "auto"
     # What AITER FA is given there: its own shape and slots.
     qkv, slots, positions, table = batch()
     pages = cache(True)

@@ -1,8 +1,8 @@
 """Compile the write kernel for GPUs that are not here and say what came out, as JSON.
 
 Run as a process of its own, without ``TRITON_INTERPRET``:
-``python -m tests.write.compile_probe [--kernels FILE] [--only WORD]``. FILE replaces
-``kvpd/write/kernels.py``, for mutants.
+``python -m tests.write.compile_probe [--kernels FILE] [--only WORDS]``. FILE replaces
+``kvpd/write/kernels.py``, for mutants; WORDS are beginnings of names, comma separated.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -26,7 +27,6 @@ from tests.convert.compile_probe import (
     AMDGCN,
     PTX,
     TARGETS,
-    _amd_spills,
     _nvidia_spills,
     _sequence,
 )
@@ -72,7 +72,7 @@ def _kernel(path: Path | None) -> Any:
 def _facts(kernel: Any, only: str) -> Iterator[dict[str, Any]]:
     for format, work, rows, chip in product(FORMATS, WORKS, ROWS, TARGETS):
         name = f"{format}-{work}-{rows}-{chip}"
-        if only in name:
+        if name.startswith(tuple(only.split(","))):
             element_bytes = FORMATS[format].components[0].element_bytes
             hip = TARGETS[chip].backend == "hip"
             tuning = tuning_for(ROWS[rows], element_bytes, hip=hip)
@@ -89,12 +89,23 @@ def _compile(kernel: Any, plan: WritePlan, num_warps: int, chip: str) -> dict[st
         options={"num_warps": num_warps},
     )
     text = compiled.asm["amdgcn" if hip else "ptx"]
+    rotates = plan.has_rotation
     return {
-        "groups": plan.value.has_groups,
+        "in_place": rotates and plan.is_in_place,
+        # Halves of Q and of K, and V; Q and K themselves, and K's page.
+        "wide_loads": (4 if rotates else 1) + 1,
+        "wide_stores": 6 if rotates and plan.cache_dtype == plan.dtype else 1,
         "shared": compiled.metadata.shared,
-        "spills": _amd_spills(text) if hip else _nvidia_spills(text),
+        "spills": _vector_spills(text) if hip else _nvidia_spills(text),
         "sequence": _sequence(text, AMDGCN if hip else PTX),
     }
+
+
+def _vector_spills(text: str) -> int:
+    """Spilled vector registers; scalar ones are kept in lanes of those, not in memory."""
+    counts = re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)
+    assert counts, "the assembly no longer says how much was spilled"
+    return sum(int(number) for number in counts)
 
 
 def _signature(

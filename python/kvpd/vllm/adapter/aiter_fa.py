@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -15,6 +16,14 @@ from vllm.v1.attention.backends.rocm_aiter_fa import (
 from kvpd._kvpd import __version__
 from kvpd.vllm.adapter.fused_writers import FusedWriters
 from kvpd.vllm.plugin import SWITCH
+from kvpd.vllm.versions import public_release
+
+# Up to 0.32 vLLM keeps 8-bit shuffled pages unscaled, whatever the scales of a layer are.
+_HAS_SCALES = public_release(vllm_version).split(".")[:2] not in (
+    ["0", "30"],
+    ["0", "31"],
+    ["0", "32"],
+)
 
 
 class FusedAiterFlashAttentionImpl(FusedWriters, AiterFlashAttentionImpl):
@@ -23,8 +32,13 @@ class FusedAiterFlashAttentionImpl(FusedWriters, AiterFlashAttentionImpl):
     kvpd_backend = AiterFlashAttentionBackend
 
     def kvpd_writes(self) -> bool:
-        """Only with the switch for shuffled pages: AITER has fused writers for packed ones."""
-        return bool(rocm_aiter_ops.is_shuffle_kv_cache_enabled()) and super().kvpd_writes()
+        """Only with the switch for shuffled pages: AITER has fused writers for packed ones.
+
+        Of 8-bit floats only where vLLM's own writer scales them, as its readers expect then.
+        """
+        if not rocm_aiter_ops.is_shuffle_kv_cache_enabled():
+            return False
+        return (self.kv_cache_dtype == "auto" or _HAS_SCALES) and super().kvpd_writes()
 
 
 class FusedAiterFlashAttentionBackend(AiterFlashAttentionBackend):
