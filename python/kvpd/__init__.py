@@ -43,6 +43,7 @@ from kvpd.errors import (
     TransferError,
     WireError,
     WireVersionError,
+    WriteError,
 )
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "Verdict",
     "WireError",
     "WireVersionError",
+    "WriteError",
     "__version__",
     "cache_regions",
     "negotiate",

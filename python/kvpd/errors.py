@@ -60,6 +60,10 @@ class ConversionError(KvpdError, ValueError):
     """A conversion that no kernel may run: unknown pair of formats or a broken memory contract."""
 
 
+class WriteError(KvpdError, ValueError):
+    """Tokens that no kernel may write: unknown pages, or tensors that break a contract."""
+
+
 class TransferError(KvpdError, RuntimeError):
     """A NIXL call failed, or a request was used out of turn."""
 

@@ -46,6 +46,15 @@ class Cache:
             piece = page[place.page_start : place.page_start + place.num_bytes]
             self.image[start : start + place.num_bytes] = piece
 
+    def read(self, layer: int, block: int) -> NDArray[np.uint8]:
+        """A page of the image."""
+        return np.concatenate(
+            [
+                self.image[place.offset + block * place.stride :][: place.num_bytes]
+                for place in self.places[layer]
+            ]
+        )
+
     def upload(self) -> None:
         """Make the memory what the image is."""
         self.memory.copy_(torch.from_numpy(self.image))

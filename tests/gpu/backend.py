@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvpd import PageFormat
+from kvpd.vllm.adapter.fused_writers import FusedWriters
 from tests.gpu.shuffled_pages import unshuffle, write_tokens
 
 # Layers run one after the other on one stream: all of them share the scratch of a device.
@@ -110,3 +111,17 @@ class ShuffledTritonBackend(TritonAttentionBackend):  # type: ignore[misc]
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LHBNC, KVCacheLayout.LBHNC)
+
+
+class FusedShuffledTritonImpl(FusedWriters, ShuffledTritonImpl):
+    """The same pages, written by kvpd's kernels."""
+
+    kvpd_backend = ShuffledTritonBackend
+
+
+class FusedShuffledTritonBackend(ShuffledTritonBackend):
+    """Answers the hooks of vLLM's graph passes."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FusedShuffledTritonImpl]:
+        return FusedShuffledTritonImpl

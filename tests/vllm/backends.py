@@ -6,6 +6,7 @@ only in the page format produce equal tokens. None is fast; all are easy to chec
 - `StandardBackend` keeps vLLM's packed page, per block [H, N, 2*D].
 - `ShuffledBackend` keeps AITER's page, per block K [H, D/x, N, x] and V [H, N/x, D, x] with
   x = 16 / element bytes, as two head slots.
+- `FusedBackend` keeps the same, written by `kvpd.write`.
 - `KeyedBackend` keeps pages that are no permutation of the standard ones (keyed.py), and brings
   its own converter.
 - `CutBackend` is `StandardBackend` with kernels for shorter blocks than vLLM's scheduler has.
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvpd import PageFormat
 from kvpd.convert import Conversion
+from kvpd.vllm.adapter.fused_writers import FusedWriters
 from tests.vllm import keyed
 
 
@@ -296,6 +298,20 @@ class ShuffledBackend(StandardBackend):
         return (KVCacheLayout.LHBNC, KVCacheLayout.LBHNC)
 
 
+class FusedAttention(FusedWriters, ShuffledAttention):
+    """`ShuffledAttention`, its pages written by kvpd's writers."""
+
+    kvpd_backend = ShuffledBackend
+
+
+class FusedBackend(ShuffledBackend):
+    """Shuffled pages that kvpd writes; answers the hooks of vLLM's graph passes."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchAttention]:
+        return FusedAttention
+
+
 class KeyedBackend(StandardBackend):
     """Pages of its own, and the converter that makes them of standard ones."""
 
@@ -331,6 +347,7 @@ class CutBackend(StandardBackend):
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "standard": StandardBackend,
     "shuffled": ShuffledBackend,
+    "fused": FusedBackend,
     "keyed": KeyedBackend,
     "cut": CutBackend,
 }

@@ -39,6 +39,7 @@ class ModelSize:
 
     Attributes:
         window: how many tokens the layers in `windowed` attend to; 0: all layers attend to all.
+        has_qk_norm: otherwise it is a Llama model with the same weights.
     """
 
     layers: int = LAYERS
@@ -46,10 +47,12 @@ class ModelSize:
     max_tokens: int = 4096
     window: int = 0
     windowed: tuple[int, ...] = ()
+    has_qk_norm: bool = True
 
     @property
     def name(self) -> str:
-        name = f"l{self.layers}-w{self.hidden}-t{self.max_tokens}"
+        kind = "" if self.has_qk_norm else "-llama"
+        name = f"l{self.layers}-w{self.hidden}-t{self.max_tokens}{kind}"
         return f"{name}-s{self.window}-{'.'.join(map(str, self.windowed))}" if self.window else name
 
 
@@ -77,8 +80,8 @@ def build_model(
                 weights[f"{prefix}_proj.weight"] *= 2
     _write_weights(path, weights, num_files)
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM" if size.has_qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if size.has_qk_norm else "llama",
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": size.layers,
@@ -140,12 +143,13 @@ def _weights(
             prefix + "self_attn.v_proj.weight": normal(kv_size, hidden, scale=unit),
             # A large output projection: the residual stream is mostly attention.
             prefix + "self_attn.o_proj.weight": normal(hidden, q_size, scale=3.0 * q_size**-0.5),
-            prefix + "self_attn.q_norm.weight": ones(shape.head_dim, 1.5),
-            prefix + "self_attn.k_norm.weight": ones(shape.head_dim, 1.5),
             prefix + "mlp.gate_proj.weight": normal(2 * hidden, hidden, scale=unit),
             prefix + "mlp.up_proj.weight": normal(2 * hidden, hidden, scale=unit),
             prefix + "mlp.down_proj.weight": normal(hidden, 2 * hidden, scale=0.3 * unit),
         }
+        if size.has_qk_norm:
+            for name in ("q_norm", "k_norm"):
+                weights[f"{prefix}self_attn.{name}.weight"] = ones(shape.head_dim, 1.5)
     return weights
 
 

@@ -38,6 +38,10 @@ _COMMANDS = {
         "kvpd.cli.bench_transfer",
         "time every way to move pages between two processes, and check every byte",
     ),
+    ("bench", "write"): (
+        "kvpd.cli.bench_write",
+        "time the kernels that write a batch into pages, after checking every bit",
+    ),
     ("completion",): ("kvpd.cli.completion", "print a completion script for a shell"),
 }
 

@@ -48,9 +48,7 @@ def load_kernel(source: Path, name: str = _KERNEL) -> Any:
             lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
             indent = len(lines[0]) - len(lines[0].lstrip())
             body = "\n".join(line[indent:] for line in lines)
-            return _import(
-                name, f"import triton\nimport triton.language as tl\n\n\n@triton.jit\n{body}\n"
-            )
+            return import_kernel(name, f"@triton.jit\n{body}")
     raise MissingDependencyError(
         f"{source} defines no {name}",
         code="missing-dependency",
@@ -60,7 +58,9 @@ def load_kernel(source: Path, name: str = _KERNEL) -> Any:
     )
 
 
-def _import(name: str, text: str) -> Any:
+def import_kernel(name: str, functions: str) -> Any:
+    """The kernel `name` out of the text of decorated Triton functions."""
+    text = f"import triton\nimport triton.language as tl\n\n\n{functions}\n"
     # Triton reads a kernel's source from its file, so it needs one that outlives this call.
     folder = Path(tempfile.mkdtemp(prefix="kvpd-writer-"))
     path = folder / f"{name}.py"

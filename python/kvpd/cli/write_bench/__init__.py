@@ -1,0 +1,1 @@
+"""What `kvpd bench write` is made of."""
