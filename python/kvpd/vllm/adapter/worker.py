@@ -123,10 +123,11 @@ class KvpdWorker(ProvingWorker):
         link = self._linked()
         digests = Digests(str(self.compat_hash), received_digest(), self._enforces_digest)
         judgement = link.judge(meta, digests)
-        peer = link.connect(judgement, meta.agent_metadata)
+        # Before anything is connected: what raises after that has to undo it.
         if judgement.handshake is not None:
             self._tagged.add(engine_id)
             self._note_owner(engine_id, remote_tp_rank, judgement.handshake.start)
+        peer = link.connect(judgement, meta.agent_metadata)
         if peer is None:
             if judgement.handshake is not None:
                 # Equal bytes are proved; stock would only compare the names of layouts and
@@ -257,7 +258,7 @@ class KvpdWorker(ProvingWorker):
             stock: tuple[set[str], set[str]] = super()._pop_done_transfers(transfers)
             return stock
         outcomes: list[Outcome] = []
-        with self._going_on():
+        with self.going_on():
             # Before this step's outcomes: stock still looks up the engine of a request that is
             # done.
             for engine_id in link.disconnected():
@@ -268,7 +269,7 @@ class KvpdWorker(ProvingWorker):
         held = {}
         for name in list(transfers):
             is_live = True
-            with self._going_on():
+            with self.going_on():
                 is_live = link.is_live(name)
             if is_live:
                 held[name] = transfers.pop(name)
