@@ -19,7 +19,7 @@ HOME = str(Path(kvpd.__file__).parent)
 # What stands between an exception and the engine. One of them has to hold.
 BOUNDARIES = {
     "ProvingWorker._alone",
-    "ProvingWorker._going_on",
+    "ProvingWorker.going_on",
     "ProvingWorker._fail",
     "KvpdScheduler._alone",
     "Refusal.of",

@@ -47,7 +47,11 @@ class KvpdConnector(NixlPullConnector):
 
     def build_connector_worker_meta(self) -> Releases | None:
         """Whose notices made this rank give blocks back, for the scheduler."""
-        return None if self.connector_worker is None else self.connector_worker.take_releases()
+        releases: Releases | None = None
+        if self.connector_worker is not None:
+            with self.connector_worker.going_on():
+                releases = self.connector_worker.take_releases()
+        return releases
 
     def reset_cache(self) -> bool | None:
         """As stock. vLLM calls this before it lets go of what the cache holds, as for sleep."""

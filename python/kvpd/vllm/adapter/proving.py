@@ -268,14 +268,17 @@ class ProvingWorker(NixlPullConnectorWorker):
     def _get_new_notifs(self) -> set[str]:
         """As stock; whose notices they are goes to the scheduler, which answers by it."""
         native: Any = self.nixl_wrapper
-        observer = ReceivedNotices(native)
-        self.nixl_wrapper = observer
+        observer: ReceivedNotices | None = None
+        with self.going_on():
+            observer = ReceivedNotices(native)
+            self.nixl_wrapper = observer
         try:
             released: set[str] = super()._get_new_notifs()
         finally:
             self.nixl_wrapper = native
-        with self._going_on():
-            self._notifiers.note(observer.notices, released, self._reqs_to_process)
+        with self.going_on():
+            if observer is not None:
+                self._notifiers.note(observer.notices, released, self._reqs_to_process)
         return released
 
     def take_releases(self) -> Releases | None:
@@ -366,7 +369,7 @@ class ProvingWorker(NixlPullConnectorWorker):
             self._fail(req_id, error)
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def going_on(self) -> Iterator[None]:
         """Say an exception that is no request's. What was not done is tried in the next step."""
         try:
             yield
@@ -375,11 +378,11 @@ class ProvingWorker(NixlPullConnectorWorker):
 
     def _fail(self, req_id: str, error: BaseException) -> None:
         """End a request; it is reported once nothing can write its blocks any more."""
-        with self._going_on():
+        with self.going_on():
             refusal = Refusal.of(error)
             logger.error("%s: %s: %s", req_id, refusal.code, refusal.reason)
             self.xfer_stats.record_failed_request(refusal.code)
-        with self._going_on():
+        with self.going_on():
             self._let_go(req_id)
         if req_id not in self._recving_metadata:
             # Nothing is awaited: all that it needs is here.

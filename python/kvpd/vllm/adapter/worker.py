@@ -168,10 +168,11 @@ class KvpdWorker(ProvingWorker):
         judgement = link.judge(meta, digests)
         # Else the peer would be kept as one of so many ranks, at one request's word.
         self._check_tp_size(judgement.handshake, meta.block_lens, remote_tp_size)
-        peer = link.connect(judgement, meta.agent_metadata)
+        # Before anything is connected: what raises after that has to undo it.
         if judgement.handshake is not None:
             self._tagged.add(engine_id)
             self._note_owner(engine_id, remote_tp_rank, judgement.handshake.start)
+        peer = link.connect(judgement, meta.agent_metadata)
         if peer is None:
             if judgement.handshake is not None:
                 # Equal bytes are proved; stock would only compare the names of layouts and
@@ -326,7 +327,7 @@ class KvpdWorker(ProvingWorker):
             stock: tuple[set[str], set[str]] = super()._pop_done_transfers(transfers)
             return stock
         outcomes: list[Outcome] = []
-        with self._going_on():
+        with self.going_on():
             # Before this step's outcomes: stock still looks up the engine of a request that is
             # done.
             for engine_id in link.disconnected():
@@ -338,7 +339,7 @@ class KvpdWorker(ProvingWorker):
         held = {}
         for name in list(transfers):
             is_live = True
-            with self._going_on():
+            with self.going_on():
                 is_live = link.is_live(name)
             if is_live:
                 held[name] = transfers.pop(name)
