@@ -39,7 +39,7 @@ def tokens(directory: Path, backend: str, llm_args: dict[str, Any]) -> list[list
             for number, prompt in enumerate(PROMPTS)
         ]
         done = engine.run(requests)
-        return [done[request["id"]]["tokens"] for request in requests]
+        return [done[str(number)]["tokens"] for number in range(len(PROMPTS))]
 
 
 def test_eager(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 def rotation(**changes: Any) -> Rotation:
-    return replace(call()["rotation"], **changes)
+    usual: Rotation = call()["rotation"]
+    return replace(usual, **changes)
 
 
 WEIGHT = torch.ones(64, dtype=torch.bfloat16)
