@@ -226,6 +226,15 @@ def test_the_switch_off(value: str | None, monkeypatch: pytest.MonkeyPatch) -> N
     assert SWITCH not in envs.compile_factors()
 
 
+def test_an_unknown_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpd.vllm.adapter import aiter_fa
+
+    monkeypatch.setattr(aiter_fa, "vllm_version", "0.29.1")
+    with pytest.raises(KvpdError) as caught:
+        aiter_fa.register()
+    assert (caught.value.code, caught.value.got) == ("unsupported-version", "0.29.1")
+
+
 def test_a_switch_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "yes")
     with pytest.raises(KvpdError) as caught:
