@@ -21,7 +21,8 @@ Prepare = Callable[[Pages, int, WriteTuning | None], Writer]
 # scattered: as decoding requests. chunk: a prompt's slots in order, beginning inside a page.
 # mixed: both, with padding between.
 Slots = Literal["scattered", "chunk", "mixed"]
-KEY_SCALE, VALUE_SCALE, QUERY_SCALE = 0.37, 0.021, 0.11
+# So that some values are beyond an 8-bit float.
+KEY_SCALE, VALUE_SCALE, QUERY_SCALE = 0.37, 0.005, 0.004
 EPSILON = 1e-6
 NUM_POSITIONS = 64
 

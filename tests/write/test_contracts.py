@@ -45,8 +45,8 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 def rotation(**changes: Any) -> Rotation:
-    made: Rotation = replace(call()["rotation"], **changes)
-    return made
+    usual: Rotation = call()["rotation"]
+    return replace(usual, **changes)
 
 
 WEIGHT = torch.ones(64, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.rocm_aiter_fa import (
 from kvpd._kvpd import __version__
 from kvpd.vllm.adapter.fused_writers import FusedWriters
 from kvpd.vllm.plugin import SWITCH
-from kvpd.vllm.versions import public_release
+from kvpd.vllm.versions import check_vllm, public_release
 
 # Up to 0.32 vLLM keeps 8-bit shuffled pages unscaled, whatever the scales of a layer are.
 _HAS_SCALES = public_release(vllm_version).split(".")[:2] not in (
@@ -60,7 +60,11 @@ def register() -> None:
 
     A graph compiled with the switch on calls a hook that AITER FA alone answers for packed pages
     only: taken from vLLM's cache with the switch off, it would write shuffled pages wrong.
+
+    Raises:
+        KvpdError: this vLLM is not one that kvpd was tried on.
     """
+    check_vllm(vllm_version)
     name = FusedAiterFlashAttentionBackend
     register_backend(AttentionBackendEnum.ROCM_AITER_FA, f"{name.__module__}.{name.__qualname__}")
     envs.environment_variables[SWITCH] = lambda: f"kvpd {__version__}"
