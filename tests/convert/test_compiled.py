@@ -29,7 +29,12 @@ MAX_NARROW_LOADS = 10
 
 
 def probe(
-    *, other: bool = False, kernels: Path | None = None, only: str = "", spills: bool = False
+    *,
+    other: bool = False,
+    kernels: Path | None = None,
+    only: str = "",
+    spills: bool = False,
+    module: str = "tests.convert.compile_probe",
 ) -> dict[str, Any]:
     """Compile in a process of its own: this one may have chosen the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -38,7 +43,7 @@ def probe(
     arguments = ["--kernels", str(kernels)] if kernels is not None else []
     arguments += ["--spills"] if spills else []
     done = subprocess.run(
-        [sys.executable, "-m", "tests.convert.compile_probe", "--only", only, *arguments],
+        [sys.executable, "-m", module, "--only", only, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,

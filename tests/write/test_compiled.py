@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpd import write
-from tests.convert.test_compiled import OTHER_TRITON, ROOT, SHARED_LIMIT_BYTES
+from tests.convert.test_compiled import OTHER_TRITON, SHARED_LIMIT_BYTES
+from tests.convert.test_compiled import probe as convert_probe
 
 KERNELS = Path(write.__file__).with_name("kernels.py")
 # Each format, job and cut once; `python -m tests.write.compile_probe` compiles all of them. Not
@@ -22,23 +19,7 @@ KERNELS = Path(write.__file__).with_name("kernels.py")
 CHECKED = "shuffled-rope-some,shuffled-norm-many,shuffled-fp8-write-many,packed-rope-many"
 
 
-def probe(*, other: bool = False, kernels: Path | None = None, only: str) -> dict[str, Any]:
-    """Compile in a process of its own: this one may have chosen the interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(OTHER_TRITON)] if other else []
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, str(ROOT), *sys.path[1:]])
-    arguments = ["--kernels", str(kernels)] if kernels is not None else []
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.write.compile_probe", "--only", only, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+probe = partial(convert_probe, module="tests.write.compile_probe")
 
 
 @cache
